@@ -1,0 +1,1 @@
+"""Shards the optimizer of data-parallel PyTorch training."""
