@@ -1,0 +1,338 @@
+"""Train a small byte-level GPT on Python's own standard library, with DDP and a sharded AdamW.
+
+    torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
+
+Prints the held-out loss before and after, what every rank really holds in memory, and a sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import sysconfig
+import time
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.syntax import Syntax
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LambdaLR
+
+COMMAND = "torchrun --standalone --nproc-per-node 2 examples/train_gpt.py"
+BYTE_VALUES = 256
+SKIPPED_DIRS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+HELD_OUT_ONE_IN = 20
+FUSED_ADAMW_DEVICES = {"cpu", "cuda", "mps", "xpu"}
+
+
+def positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def parse_args() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Train a small byte-level GPT on Python's standard library with DDP and shardstep.",
+        epilog=f"start it with: {COMMAND}",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--steps", type=positive, default=600, help="optimizer steps")
+    parser.add_argument("--batch-size", type=positive, default=8, help="sequences per rank and step")
+    parser.add_argument("--context", type=positive, default=128, help="bytes per sequence")
+    parser.add_argument("--width", type=positive, default=192, help="model width")
+    parser.add_argument("--layers", type=positive, default=4, help="transformer blocks")
+    parser.add_argument("--heads", type=positive, default=6, help="attention heads per block")
+    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
+    parser.add_argument("--weight-decay", type=float, default=0.1, help="weight decay of the matrices")
+    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and sample")
+    parser.add_argument("--eval-windows", type=positive, default=256, help="held-out sequences, all ranks")
+    parser.add_argument("--sample-length", type=positive, default=400, help="bytes of text to generate")
+    parser.add_argument("--temperature", type=float, default=0.6, help="lower is safer, higher is wilder")
+    parser.add_argument("--prompt", default="def ", help="start of the generated text")
+    parser.add_argument(
+        "--shard",
+        choices=["auto", "element", "tensor"],
+        default="auto",
+        help="split the optimizer state by element, by whole tensors, or as shardstep sees fit",
+    )
+    parser.add_argument("--bucket-view", action="store_true", help="keep the parameters in flat buckets")
+    args = parser.parse_args()
+    if args.width % (2 * args.heads):
+        parser.error(f"--width {args.width} must be a multiple of twice --heads {args.heads}")
+    if not args.prompt:
+        parser.error("--prompt must not be empty")
+    return args
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Turn pairs of features by angles that grow with the position, so attention sees distances."""
+    position = torch.arange(x.shape[-2], device=x.device)[:, None]
+    angle = position * torch.logspace(0, -3, x.shape[-1] // 2, device=x.device)
+    left, right = x.chunk(2, dim=-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
+
+
+class Block(nn.Module):
+    """Causal attention, then a two-layer perceptron; each reads a normalised copy of its input."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.merge_heads = nn.Linear(width, width)
+        self.perceptron = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def attend(self, x: Tensor) -> Tensor:
+        per_head = self.query_key_value(x).unflatten(-1, (3, self.heads, -1))
+        query, key, value = per_head.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(rotate(query), rotate(key), value, is_causal=True)
+        return self.merge_heads(mixed.transpose(1, 2).flatten(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attend(self.attention_norm(x))
+        return x + self.perceptron(x)
+
+
+def byte_gpt(width: int, layers: int, heads: int) -> nn.Sequential:
+    blocks = [Block(width, heads) for _ in range(layers)]
+    return nn.Sequential(
+        nn.Embedding(BYTE_VALUES, width), *blocks, nn.LayerNorm(width), nn.Linear(width, BYTE_VALUES)
+    )
+
+
+def load_text() -> tuple[Tensor, Tensor]:
+    """The standard library as (training, held-out) bytes, split by file."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    splits = (bytearray(), bytearray())
+    for name in sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py")):
+        if SKIPPED_DIRS.isdisjoint(name.split("/")):
+            # A checksum of the name, so that a file stays on its side whatever else is installed.
+            held_out = zlib.crc32(name.encode()) % HELD_OUT_ONE_IN == 0
+            splits[held_out].extend((root / name).read_bytes() + b"\n")
+    train, held_out_text = (torch.frombuffer(split, dtype=torch.uint8) for split in splits)
+    return train, held_out_text
+
+
+def windows(text: Tensor, starts: Tensor, context: int, device: torch.device) -> Tensor:
+    """One row of context + 1 bytes for every start: inputs and, one to the right, targets."""
+    return text[starts[:, None] + torch.arange(context + 1)].to(device, torch.long)
+
+
+def mean_loss(model: nn.Module, rows: Tensor) -> Tensor:
+    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+
+
+def training_batches(text: Tensor, args: argparse.Namespace, device: torch.device) -> Iterator[Tensor]:
+    # Every rank draws its own windows: the same seed everywhere would train on one rank's data N times.
+    generator = torch.Generator().manual_seed(args.seed * dist.get_world_size() + dist.get_rank())
+    while True:
+        starts = torch.randint(len(text) - args.context, (args.batch_size,), generator=generator)
+        yield windows(text, starts, args.context, device)
+
+
+@torch.no_grad()
+def held_out_loss(model: nn.Module, text: Tensor, args: argparse.Namespace, device: torch.device) -> float:
+    """Mean loss over evenly spaced windows, the same ones for any number of ranks."""
+    starts = torch.linspace(0, len(text) - args.context - 1, args.eval_windows, dtype=torch.float64).long()
+    mine = starts[dist.get_rank() :: dist.get_world_size()]
+    total = torch.zeros(2, device=device)
+    for chunk in mine.split(args.batch_size):
+        loss = mean_loss(model, windows(text, chunk, args.context, device))
+        total += torch.stack([loss * len(chunk), torch.tensor(float(len(chunk)), device=device)])
+    dist.all_reduce(total)
+    return (total[0] / total[1]).item()
+
+
+def sharded_adamw(
+    model: nn.Module, args: argparse.Namespace, device: torch.device
+) -> ZeroRedundancyOptimizer:
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    rest = [p for p in model.parameters() if p.dim() < 2]
+    return ZeroRedundancyOptimizer(
+        [{"params": matrices, "weight_decay": args.weight_decay}, {"params": rest, "weight_decay": 0.0}],
+        torch.optim.AdamW,
+        shard=args.shard,
+        parameters_as_bucket_view=args.bucket_view,
+        lr=args.lr,
+        betas=(0.9, 0.95),
+        fused=device.type in FUSED_ADAMW_DEVICES,
+    )
+
+
+def warmup_then_cosine(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
+    warmup = max(1, steps // 20)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / warmup
+        return 0.02 + 0.49 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+
+    return LambdaLR(optimizer, factor)
+
+
+def progress_bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("training"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}"),
+        TextColumn("{task.fields[speed]:,.0f} tokens/s"),
+        TimeRemainingColumn(),
+        console=console,
+        disable=console.quiet or not console.is_terminal,
+    )
+
+
+def train(
+    model: DistributedDataParallel,
+    optimizer: torch.optim.Optimizer,
+    batches: Iterator[Tensor],
+    args: argparse.Namespace,
+    console: Console,
+) -> None:
+    schedule = warmup_then_cosine(optimizer, args.steps)
+    tokens_per_step = args.batch_size * args.context * dist.get_world_size()
+    # Reading the loss waits for the device, so it is not done at every step.
+    show_every = 5 if console.is_terminal else max(1, args.steps // 12)
+    recent: list[Tensor] = []
+    started = time.perf_counter()
+    with progress_bar(console) as bar:
+        task = bar.add_task("", total=args.steps, loss=math.nan, speed=0.0)
+        for step in range(1, args.steps + 1):
+            optimizer.zero_grad()
+            loss = mean_loss(model, next(batches))
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+            optimizer.step()
+            schedule.step()
+            recent.append(loss.detach())
+            bar.advance(task)
+            if step % show_every == 0 or step == args.steps:
+                shown = torch.stack(recent).mean().item()
+                speed = step * tokens_per_step / (time.perf_counter() - started)
+                recent.clear()
+                bar.update(task, loss=shown, speed=speed)
+                if not console.is_terminal:
+                    console.print(f"step {step:5}/{args.steps}  loss {shown:.3f}  {speed:,.0f} tokens/s")
+
+
+def allocated_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the memory behind the tensors, counting once what several of them share."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def measure(model: nn.Module, optimizer: ZeroRedundancyOptimizer, device: torch.device) -> list[list[int]]:
+    """For every rank, the bytes of its parameters, gradients and optimizer state."""
+    parameters = list(model.parameters())
+    state = [value for entry in optimizer.optim.state.values() for value in entry.values()]
+    held = (
+        allocated_bytes(parameters),
+        allocated_bytes(p.grad for p in parameters if p.grad is not None),
+        allocated_bytes(value for value in state if isinstance(value, Tensor)),
+    )
+    mine = torch.tensor(held, dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, mine)
+    return [row.tolist() for row in everyone]
+
+
+def memory_table(per_rank: list[list[int]], model: nn.Module) -> Table:
+    # Plain AdamW keeps two fp32 values for every parameter and one fp32 step count for every tensor.
+    plain_state = sum(2 * 4 * p.numel() + 4 for p in model.parameters())
+    rows = [(*held, sum(held), plain_state) for held in per_rank]
+    table = Table(title="Bytes held by every rank, as measured", show_footer=True)
+    table.add_column("rank", footer="total", justify="right")
+    headers = ("parameters", "gradients", "optimizer state", "sum", "state if not sharded")
+    for header, column in zip(headers, zip(*rows, strict=True), strict=True):
+        table.add_column(header, footer=f"{sum(column):,}", justify="right", overflow="fold")
+    for rank, row in enumerate(rows):
+        table.add_row(str(rank), *(f"{value:,}" for value in row))
+    return table
+
+
+@torch.no_grad()
+def generate(model: nn.Module, args: argparse.Namespace, device: torch.device) -> str:
+    generator = torch.Generator().manual_seed(args.seed)
+    text = list(args.prompt.encode())
+    for _ in range(args.sample_length):
+        logits = model(torch.tensor([text[-args.context :]], device=device))[0, -1]
+        # Drawn on the CPU, where the generator lives.
+        chances = F.softmax(logits.float().cpu() / args.temperature, dim=-1)
+        text.append(int(torch.multinomial(chances, 1, generator=generator)))
+    return bytes(text).decode(errors="replace")
+
+
+def pick_device() -> torch.device:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None or torch.accelerator.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        return torch.device("cpu")
+    index = int(os.environ["LOCAL_RANK"])
+    torch.accelerator.set_device_index(index)
+    return torch.device(accelerator.type, index)
+
+
+def run(args: argparse.Namespace, device: torch.device, console: Console) -> None:
+    text, held_out = load_text()
+    torch.manual_seed(args.seed)
+    model = byte_gpt(args.width, args.layers, args.heads).to(device)
+    # Gradients that live in DDP's buckets exist once; otherwise the table would miss DDP's own copy.
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = sharded_adamw(model, args, device)
+    count = sum(p.numel() for p in model.parameters())
+    console.print(f"{count:,} parameters on {dist.get_world_size()} ranks ({device.type}), AdamW sharded")
+    console.print(f"{len(text):,} bytes to train on, {len(held_out):,} held out")
+
+    before = held_out_loss(model, held_out, args, device)
+    console.print(f"held-out loss before training: {before:.3f} nats per byte")
+    started = time.perf_counter()
+    train(ddp, optimizer, training_batches(text, args, device), args, console)
+    seconds = time.perf_counter() - started
+    after = held_out_loss(model, held_out, args, device)
+    console.print(f"held-out loss after training:  {after:.3f} nats per byte ({seconds:.0f} s of training)")
+
+    console.print(memory_table(measure(model, optimizer, device), model))
+    if dist.get_rank() == 0:
+        console.rule("sample")
+        highlighter = Syntax("", "python", background_color="default")
+        console.print(highlighter.highlight(generate(model, args, device)), soft_wrap=True)
+    # Nobody tears the group down while rank 0 is still busy.
+    dist.barrier()
+
+
+def main() -> int:
+    args = parse_args()
+    if "RANK" not in os.environ:
+        print(f"train_gpt.py needs one process per rank; start it with:\n    {COMMAND}", file=sys.stderr)
+        return 2
+    device = pick_device()
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device), device_id=None if device.type == "cpu" else device
+    )
+    try:
+        run(args, device, Console(quiet=dist.get_rank() != 0))
+    finally:
+        dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

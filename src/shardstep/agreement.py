@@ -1,0 +1,176 @@
+"""Do the ranks agree? If not, an error on every rank that names the first difference.
+
+The ranks meet on the process group's key-value store, not in a collective: a rank that is elsewhere can then
+be waited for, with a timeout, and named, and a rank that failed can say so before it raises.
+Nothing that comes from another rank is unpickled; facts travel as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import NamedTuple
+
+from shardstep.collectives import Group
+
+# What a rank states: in order, a subject ("parameter 3 ('head.weight')") and its fields.
+Facts = Sequence[tuple[str, Mapping[str, str]]]
+
+
+class Difference(NamedTuple):
+    """The first fact in which ranks differ."""
+
+    subject: str
+    field: str
+    values: dict[str, list[int]]  # value -> ranks
+
+    def __str__(self) -> str:
+        told = " but ".join(f"{value} on {_ranks(ranks)}" for value, ranks in self.values.items())
+        return f"{self.subject}: {self.field} is {told}"
+
+
+class Board:
+    """Where the ranks of one optimizer meet. Every meeting has a number, counted alike on every rank."""
+
+    def __init__(self, group: Group, kind: str = "built") -> None:
+        self._group = group
+        self._meeting = 0
+        self._note = ""
+        # The k-th optimizer built on this group meets the k-th of the other ranks. Copies are counted apart:
+        # they may be made on one rank only.
+        self._instance = f"{kind}{group.store.add(f'shardstep/{kind}/{group.rank}', 1)}"
+
+    def agree(self, call: str, facts: Facts) -> None:
+        """Collective: call on every rank of the group. Return if all state the same, else raise on all.
+
+        Args:
+            call: what the user called, for messages.
+            facts: what must be the same on every rank.
+        """
+        if self._group.world_size == 1:
+            return
+        facts = [("call", {"method": call}), *facts]
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        self._enter(call, {"digest": digest})
+        verdict = self._await_verdict(call)
+        if "failed" in verdict:
+            rank, error = verdict["failed"]
+            raise RuntimeError(f"{call} failed on rank {rank}, so it is undone on every rank: {error}")
+        if verdict["digests"]:
+            raise RuntimeError(
+                f"{call} expects the same on every rank, but {self._first_difference(facts, digest, verdict)}. "
+                "Make the ranks alike and call it again on all of them."
+            )
+
+    def fail(self, call: str, error: BaseException) -> None:
+        """Tell the ranks that wait in ``agree`` that this one failed. Does not wait; the caller raises."""
+        if self._group.world_size == 1:
+            return
+        text = f"{type(error).__name__}: {error}"
+        self._enter(call, {"error": text})
+        self._group.store.set(self._key("verdict"), json.dumps({"failed": [self._group.rank, text]}))
+
+    def explain(self) -> str:
+        """Where the other ranks are, if the store knows: for the message of a collective that failed.
+
+        Looks only; never waits.
+        """
+        store, found = self._group.store, []
+        for rank in range(self._group.world_size):
+            key = f"{self._prefix(self._meeting + 1)}/entered/{rank}"
+            if rank != self._group.rank and store.check([key]):
+                entry = json.loads(store.get(key))
+                what = f"failed in {entry['call']}: {entry['error']}" if "error" in entry else (
+                    f"waits in {entry['call']}"
+                )
+                found.append(f"rank {rank} {what}" + (f" ({entry['note']})" if entry.get("note") else ""))
+        return "; ".join(found)
+
+    def note(self, text: str) -> None:
+        """Say on the board why the next meeting is called, so that ``explain`` elsewhere can tell."""
+        self._note = text
+
+    def _prefix(self, meeting: int) -> str:
+        return f"shardstep/{self._instance}/{meeting}"
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix(self._meeting)}/{name}"
+
+    def _enter(self, call: str, entry: dict[str, str]) -> None:
+        self._meeting += 1
+        entry = {"call": call, "note": self._note, **entry}
+        self._note = ""
+        store, size = self._group.store, self._group.world_size
+        store.set(self._key(f"entered/{self._group.rank}"), json.dumps(entry))
+        if store.add(self._key("count"), 1) == size:
+            # The last to come has everything before it and decides; the others wait for one key only.
+            store.set(self._key("verdict"), json.dumps(self._decide()))
+
+    def _decide(self) -> dict:
+        ranks_by_digest: dict[str, list[int]] = {}
+        for rank in range(self._group.world_size):
+            entry = json.loads(self._group.store.get(self._key(f"entered/{rank}")))
+            if "error" in entry:
+                return {"failed": [rank, entry["error"]]}
+            ranks_by_digest.setdefault(entry["digest"], []).append(rank)
+        return {"digests": ranks_by_digest if len(ranks_by_digest) > 1 else {}}
+
+    def _await_verdict(self, call: str) -> dict:
+        timeout = self._group.timeout
+        if not self._wait("verdict", timeout):
+            store, key = self._group.store, self._key
+            absent = [r for r in range(self._group.world_size) if not store.check([key(f"entered/{r}")])]
+            raise RuntimeError(
+                f"{call} expects a call on every rank of the group, but {_ranks(absent)} did not call it within "
+                f"{timeout.total_seconds():g} s. Call it on all {self._group.world_size} ranks, in the same order."
+            )
+        return json.loads(self._group.store.get(self._key("verdict")))
+
+    def _wait(self, name: str, timeout: timedelta) -> bool:
+        try:
+            self._group.store.wait([self._key(name)], timeout)
+        except RuntimeError:  # the store's way to say that the time is over
+            return self._group.store.check([self._key(name)])
+        return True
+
+    def _first_difference(self, facts: Facts, digest: str, verdict: dict) -> Difference:
+        """Exchange the facts themselves: one rank of each opinion shows them, everybody compares."""
+        store, rank = self._group.store, self._group.rank
+        if rank == verdict["digests"][digest][0]:
+            store.set(self._key(f"facts/{rank}"), json.dumps(facts))
+        opinions = []
+        for ranks in verdict["digests"].values():
+            self._wait(f"facts/{ranks[0]}", self._group.timeout)
+            opinions.append((ranks, json.loads(store.get(self._key(f"facts/{ranks[0]}")))))
+        return first_difference(opinions)
+
+
+def first_difference(opinions: Sequence[tuple[list[int], Facts]]) -> Difference:
+    """The first subject and field in which the opinions, each held by some ranks, are not all the same."""
+    longest = max(len(facts) for _, facts in opinions)
+    for position in range(longest):
+        rows = [(ranks, facts[position] if position < len(facts) else None) for ranks, facts in opinions]
+        subjects = _group_by_value((ranks, row[0] if row else "absent") for ranks, row in rows)
+        if len(subjects) > 1:
+            named = next(row[0] for _, row in rows if row)
+            return Difference(named, "this position", subjects)
+        subject = rows[0][1][0]  # type: ignore[index]
+        fields = dict.fromkeys(field for _, row in rows for field in row[1])  # type: ignore[index]
+        for field in fields:
+            values = _group_by_value((ranks, row[1].get(field, "absent")) for ranks, row in rows)  # type: ignore
+            if len(values) > 1:
+                return Difference(subject, field, values)
+    raise AssertionError("facts with different digests differ")
+
+
+def _group_by_value(pairs) -> dict[str, list[int]]:
+    grouped: dict[str, list[int]] = {}
+    for ranks, value in pairs:
+        grouped.setdefault(value, []).extend(ranks)
+    return {value: sorted(ranks) for value, ranks in sorted(grouped.items(), key=lambda item: min(item[1]))}
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

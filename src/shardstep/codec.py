@@ -1,0 +1,75 @@
+"""Plain data <-> JSON, with the tensors lifted out. Nothing is pickled, so nothing that arrives can run code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_PLAIN = (type(None), bool, int, float, str)
+
+
+def encode(value: Any, lift: Callable[[Tensor], int]) -> Any:
+    """``value`` as JSON data. Each tensor is given to ``lift`` and stands as the number it returns.
+
+    TypeError for anything but None, numbers, strings, lists, tuples, dicts, dtypes, devices and tensors.
+    """
+    if isinstance(value, Tensor):
+        return {"tensor": lift(value)}
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, dict):
+        return {"dict": [[encode(k, lift), encode(v, lift)] for k, v in value.items()]}
+    if isinstance(value, (list, tuple)):
+        return {type_name(value): [encode(item, lift) for item in value]}
+    if isinstance(value, torch.dtype):
+        return {"dtype": dtype_name(value)}
+    if isinstance(value, torch.device):
+        return {"device": str(value)}
+    raise TypeError(
+        f"expects numbers, strings, lists, tuples, dicts and tensors but got {type(value).__qualname__}. "
+        "Nothing else is sent between ranks, because it would have to be unpickled."
+    )
+
+
+def decode(data: Any, tensors: Sequence[Tensor]) -> Any:
+    """The inverse of ``encode``, with the tensors by number."""
+    if not isinstance(data, dict):
+        return data
+    ((kind, content),) = data.items()
+    if kind == "tensor":
+        return tensors[content]
+    if kind == "dict":
+        return {decode(k, tensors): decode(v, tensors) for k, v in content}
+    if kind in ("list", "tuple"):
+        items = [decode(item, tensors) for item in content]
+        return items if kind == "list" else tuple(items)
+    if kind == "dtype":
+        return dtype_of(content)
+    return torch.device(content)
+
+
+def type_name(value: list | tuple) -> str:
+    return "list" if isinstance(value, list) else "tuple"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"expects the name of a torch dtype but got {name!r}")
+    return dtype
+
+
+def option_text(value: Any) -> str:
+    """A value of a parameter group as text that is equal on two ranks exactly when the values are."""
+    if isinstance(value, Tensor):
+        return f"tensor({value.tolist()}, dtype={dtype_name(value.dtype)})"
+    if isinstance(value, (list, tuple)):
+        return f"{type_name(value)}({', '.join(map(option_text, value))})"
+    return repr(value) if type(value) in _PLAIN else type(value).__qualname__

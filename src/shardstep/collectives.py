@@ -1,0 +1,172 @@
+"""The only file that calls torch.distributed. Stateless functions; what is under way is returned as a handle.
+
+Everything moves as bytes, so any dtype travels on any backend. Backend differences live here:
+
+==========================  ============================================================================
+where the tensors are       how the shards of a bucket are gathered
+==========================  ============================================================================
+CPU, gloo                   send/receive between every pair of ranks, all in flight. Measured: as fast as
+                            one broadcast per shard for one message, and (unlike it) just as fast for
+                            many, so large tensors need not be packed first
+equal shards, not gloo      ``all_gather_into_tensor`` on the buffer itself
+anything else               one broadcast per shard, all in flight
+==========================  ============================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+# Our sends and receives carry a tag of their own, so that they cannot meet a user's on the same group.
+_TAG = 0x5353
+
+
+@dataclass(frozen=True)
+class Group:
+    """The facts about a process group. ``rank`` is the rank within it, as everywhere in this package."""
+
+    process_group: dist.ProcessGroup
+    rank: int
+    world_size: int
+    global_rank: int
+    backends: Mapping[str, str]  # device type -> name of the backend that serves its tensors
+
+    @property
+    def store(self) -> dist.Store:
+        """The key-value store the group was made with: a side channel that no collective can block."""
+        return self.process_group.get_group_store()
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long the group's collectives wait."""
+        backend = self.process_group._get_backend(self.wire_device)
+        return getattr(getattr(backend, "options", None), "_timeout", self.store.timeout)
+
+    @property
+    def wire_device(self) -> torch.device:
+        """A device whose tensors the group can send: the CPU if it can, else the accelerator."""
+        if "cpu" in self.backends:
+            return torch.device("cpu")
+        accelerator = torch.accelerator.current_accelerator()
+        assert accelerator is not None, "a group that serves no CPU tensors serves an accelerator"
+        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def open_group(process_group: dist.ProcessGroup | None) -> Group:
+    """The facts about ``process_group`` (None: all ranks). ValueError if the caller is not a member."""
+    if process_group is None:
+        process_group = dist.distributed_c10d._get_default_group()
+    rank = dist.get_rank(process_group)
+    if rank < 0:
+        raise ValueError(
+            f"process_group expects its caller to be a member, but global rank {dist.get_rank()} is not. "
+            "Build the optimizer on the ranks of its process group only."
+        )
+    pairs = (pair.split(":") for pair in dist.get_backend_config(process_group).split(","))
+    return Group(
+        process_group=process_group,
+        rank=rank,
+        world_size=dist.get_world_size(process_group),
+        global_rank=dist.get_global_rank(process_group, rank),
+        backends={pair[0]: pair[-1] for pair in pairs},
+    )
+
+
+def group_name(process_group: dist.ProcessGroup) -> str:
+    """The name under which ``find_group`` finds the group again, in this process or another one."""
+    return process_group.group_name
+
+
+def find_group(name: str) -> dist.ProcessGroup:
+    """The process group of that name. RuntimeError if this process has none."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def debug_is_on() -> bool:
+    """Whether TORCH_DISTRIBUTED_DEBUG asks for more than silence."""
+    return dist.get_debug_level() != dist.DebugLevel.OFF
+
+
+class Handle(NamedTuple):
+    """What is in flight. ``wait`` orders it before what follows (on an accelerator: in stream order)."""
+
+    works: tuple[dist.Work, ...]
+
+    def wait(self) -> None:
+        for work in self.works:
+            work.wait()
+
+
+def sends_pairwise(group: Group, device: torch.device) -> bool:
+    """Whether shards on ``device`` travel as messages between pairs (any number of them) or as one buffer."""
+    return device.type == "cpu" and group.backends.get("cpu") == "gloo"
+
+
+def gather_shards(group: Group, shards: Sequence[Sequence[Tensor]]) -> Handle:
+    """Start to send my shard to all ranks and to receive theirs in place.
+
+    ``shards[r]`` is what rank r contributes: contiguous byte tensors, 1D, the same sizes on every rank.
+    """
+    device = next((tensor.device for shard in shards for tensor in shard), None)
+    if device is None or group.world_size == 1:
+        return Handle(())
+    if sends_pairwise(group, device):
+        return Handle(tuple(_gather_pairwise(group, shards)))
+    works = (
+        dist.broadcast(tensor, group=group.process_group, group_src=rank, async_op=True)
+        for rank, shard in enumerate(shards)
+        for tensor in shard
+    )
+    return Handle(tuple(work for work in works if work is not None))
+
+
+def _gather_pairwise(group: Group, shards: Sequence[Sequence[Tensor]]) -> Iterator[dist.Work]:
+    process_group, me, size = group.process_group, group.rank, group.world_size
+    for distance in range(1, size):  # so that not everybody talks to rank 0 first
+        source, target = (me - distance) % size, (me + distance) % size
+        for tensor in shards[source]:
+            yield dist.irecv(tensor, group=process_group, group_src=source, tag=_TAG)  # type: ignore[misc]
+        for tensor in shards[me]:
+            yield dist.isend(tensor, group=process_group, group_dst=target, tag=_TAG)  # type: ignore[misc]
+
+
+def gather_buffer(group: Group, buffer: Tensor) -> Handle:
+    """Start to gather a buffer that is cut into ``world_size`` equal shards; mine is already in place."""
+    shard = buffer.numel() // group.world_size
+    mine = buffer[group.rank * shard : (group.rank + 1) * shard]
+    work = dist.all_gather_into_tensor(buffer, mine, group=group.process_group, async_op=True)
+    return Handle((work,) if work is not None else ())
+
+
+def all_gather_ints(group: Group, values: Sequence[int]) -> list[list[int]]:
+    """Everybody's ``values``, by rank. Blocks the host. The same number of values on every rank."""
+    mine = torch.tensor(list(values), dtype=torch.int64, device=group.wire_device)
+    rows = [torch.empty_like(mine) for _ in range(group.world_size)]
+    dist.all_gather(rows, mine, group=group.process_group)
+    return [row.tolist() for row in rows]
+
+
+def move(group: Group, tensor: Tensor, source: int, target: int | None) -> None:
+    """Copy bytes from rank ``source`` to rank ``target`` (None: to every rank), in place. Blocks the host.
+
+    ``tensor`` is 1D and contiguous, on any device; what is not on the group's device passes through it.
+    Ranks that neither send nor receive may call it or not.
+    """
+    wire = tensor if tensor.device.type == group.wire_device.type else tensor.to(group.wire_device)
+    if tensor.numel() == 0 or source == target:
+        return
+    if target is None:
+        dist.broadcast(wire, group=group.process_group, group_src=source)
+    elif group.rank == source:
+        dist.send(wire, group=group.process_group, group_dst=target, tag=_TAG)
+    elif group.rank == target:
+        dist.recv(wire, group=group.process_group, group_src=source, tag=_TAG)
+    if wire is not tensor and group.rank != source:
+        tensor.copy_(wire)

@@ -1,0 +1,63 @@
+"""Running the local optimizer: the user's class over this rank's pieces, all of them or a part."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+# What a group of the local optimizer has for itself; all its other keys are options, the same on both sides.
+_OWN_KEYS = ("params", "param_names")
+
+
+def copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
+    """Copy every option from the groups of ``source`` to those of ``target``. Deletes nothing."""
+    for from_group, to_group in zip(source, target, strict=True):
+        for key, value in from_group.items():
+            if key not in _OWN_KEYS:
+                to_group[key] = value
+
+
+def options_of(group: dict[str, Any]) -> dict[str, Any]:
+    """The options of a group: everything but its parameters and their names."""
+    return {key: value for key, value in group.items() if key not in _OWN_KEYS}
+
+
+def unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:
+    """The optimizer's step without torch's profiling and hook wrapper.
+
+    The sharded optimizer's own step is wrapped already: through it the hooks that are registered for all
+    optimizers fire once a step, not once for it and again for every part of the local step.
+    """
+    if "step" in vars(optimizer):  # somebody patched this instance: that is the step they want
+        return optimizer.step
+    step = type(optimizer).step
+    if getattr(step, "hooked", False):
+        step = inspect.getattr_static(step, "__wrapped__", step)
+    return step.__get__(optimizer)
+
+
+def run_step(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
+    """Step without a closure if the optimizer allows it, else with ``closure``."""
+    step = unhooked_step(optimizer)
+    parameter = inspect.signature(step).parameters.get("closure")
+    if parameter is not None and parameter.default is inspect.Parameter.empty:
+        return step(closure)
+    return step()
+
+
+@contextmanager
+def step_subset(optimizer: Optimizer, subset: Sequence[Sequence[Tensor]]) -> Iterator[None]:
+    """Within this context the optimizer's groups hold only ``subset[i]``."""
+    whole = [group["params"] for group in optimizer.param_groups]
+    try:
+        for group, params in zip(optimizer.param_groups, subset, strict=True):
+            group["params"] = params
+        yield
+    finally:
+        for group, params in zip(optimizer.param_groups, whole, strict=True):
+            group["params"] = params
