@@ -7,14 +7,15 @@ Prints the held-out loss before and after, what every rank really holds in memor
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import sys
 import sysconfig
 import time
 import zlib
+from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -22,15 +23,16 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.syntax import Syntax
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor, nn
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from shardstep import ZeroRedundancyOptimizer
+
 COMMAND = "torchrun --standalone --nproc-per-node 2 examples/train_gpt.py"
-BYTE_VALUES = 256
 SKIPPED_DIRS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 HELD_OUT_ONE_IN = 20
 FUSED_ADAMW_DEVICES = {"cpu", "cuda", "mps", "xpu"}
@@ -39,42 +41,36 @@ FUSED_ADAMW_DEVICES = {"cpu", "cuda", "mps", "xpu"}
 def positive(text: str) -> int:
     value = int(text)
     if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+        raise ArgumentTypeError(f"must be at least 1, not {value}")
     return value
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+def parse_args() -> Namespace:
+    parser = ArgumentParser(
         description="Train a small byte-level GPT on Python's standard library with DDP and shardstep.",
         epilog=f"start it with: {COMMAND}",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--steps", type=positive, default=600, help="optimizer steps")
-    parser.add_argument("--batch-size", type=positive, default=8, help="sequences per rank and step")
-    parser.add_argument("--context", type=positive, default=128, help="bytes per sequence")
-    parser.add_argument("--width", type=positive, default=192, help="model width")
-    parser.add_argument("--layers", type=positive, default=4, help="transformer blocks")
-    parser.add_argument("--heads", type=positive, default=6, help="attention heads per block")
-    parser.add_argument("--lr", type=float, default=3e-3, help="highest learning rate")
-    parser.add_argument("--weight-decay", type=float, default=0.1, help="weight decay of the matrices")
-    parser.add_argument("--clip", type=float, default=1.0, help="largest norm of the gradient")
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights, batches and sample")
-    parser.add_argument("--eval-windows", type=positive, default=256, help="held-out sequences, all ranks")
-    parser.add_argument("--sample-length", type=positive, default=400, help="bytes of text to generate")
-    parser.add_argument("--temperature", type=float, default=0.6, help="lower is safer, higher is wilder")
-    parser.add_argument("--prompt", default="def ", help="start of the generated text")
-    parser.add_argument(
-        "--shard",
-        choices=["auto", "element", "tensor"],
-        default="auto",
-        help="split the optimizer state by element, by whole tensors, or as shardstep sees fit",
-    )
-    parser.add_argument("--bucket-view", action="store_true", help="keep the parameters in flat buckets")
+    add = parser.add_argument
+    add("--steps", type=positive, default=600, help="optimizer steps")
+    add("--batch-size", type=positive, default=8, help="sequences per rank and step")
+    add("--context", type=positive, default=128, help="bytes per sequence")
+    add("--width", type=positive, default=192, help="model width")
+    add("--layers", type=positive, default=4, help="transformer blocks")
+    add("--heads", type=positive, default=6, help="attention heads per block")
+    add("--lr", type=float, default=3e-3, help="highest learning rate")
+    add("--weight-decay", type=float, default=0.1, help="weight decay of the matrices")
+    add("--clip", type=float, default=1.0, help="largest norm of the gradient")
+    add("--seed", type=int, default=0, help="seed of weights, batches and sample")
+    add("--eval-windows", type=positive, default=256, help="held-out sequences, all ranks")
+    add("--sample-length", type=positive, default=400, help="bytes of text to generate")
+    add("--temperature", type=float, default=0.8, help="lower is safer, higher is wilder")
+    add("--prompt", default="def ", help="start of the generated text")
+    add("--shard", choices=["auto", "element", "tensor"], default="auto", help="how to split the state")
+    add("--bucket-view", action="store_true", help="keep the parameters in flat buckets")
     args = parser.parse_args()
     if args.width % (2 * args.heads):
         parser.error(f"--width {args.width} must be a multiple of twice --heads {args.heads}")
-    if not args.prompt:
-        parser.error("--prompt must not be empty")
     return args
 
 
@@ -113,9 +109,7 @@ class Block(nn.Module):
 
 def byte_gpt(width: int, layers: int, heads: int) -> nn.Sequential:
     blocks = [Block(width, heads) for _ in range(layers)]
-    return nn.Sequential(
-        nn.Embedding(BYTE_VALUES, width), *blocks, nn.LayerNorm(width), nn.Linear(width, BYTE_VALUES)
-    )
+    return nn.Sequential(nn.Embedding(256, width), *blocks, nn.LayerNorm(width), nn.Linear(width, 256))
 
 
 def load_text() -> tuple[Tensor, Tensor]:
@@ -127,8 +121,7 @@ def load_text() -> tuple[Tensor, Tensor]:
             # A checksum of the name, so that a file stays on its side whatever else is installed.
             held_out = zlib.crc32(name.encode()) % HELD_OUT_ONE_IN == 0
             splits[held_out].extend((root / name).read_bytes() + b"\n")
-    train, held_out_text = (torch.frombuffer(split, dtype=torch.uint8) for split in splits)
-    return train, held_out_text
+    return torch.frombuffer(splits[0], dtype=torch.uint8), torch.frombuffer(splits[1], dtype=torch.uint8)
 
 
 def windows(text: Tensor, starts: Tensor, context: int, device: torch.device) -> Tensor:
@@ -140,7 +133,7 @@ def mean_loss(model: nn.Module, rows: Tensor) -> Tensor:
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
-def training_batches(text: Tensor, args: argparse.Namespace, device: torch.device) -> Iterator[Tensor]:
+def training_batches(text: Tensor, args: Namespace, device: torch.device) -> Iterator[Tensor]:
     # Every rank draws its own windows: the same seed everywhere would train on one rank's data N times.
     generator = torch.Generator().manual_seed(args.seed * dist.get_world_size() + dist.get_rank())
     while True:
@@ -149,26 +142,23 @@ def training_batches(text: Tensor, args: argparse.Namespace, device: torch.devic
 
 
 @torch.no_grad()
-def held_out_loss(model: nn.Module, text: Tensor, args: argparse.Namespace, device: torch.device) -> float:
+def held_out_loss(model: nn.Module, text: Tensor, args: Namespace, device: torch.device) -> float:
     """Mean loss over evenly spaced windows, the same ones for any number of ranks."""
     starts = torch.linspace(0, len(text) - args.context - 1, args.eval_windows, dtype=torch.float64).long()
     mine = starts[dist.get_rank() :: dist.get_world_size()]
-    total = torch.zeros(2, device=device)
+    total = torch.zeros((), device=device)
     for chunk in mine.split(args.batch_size):
-        loss = mean_loss(model, windows(text, chunk, args.context, device))
-        total += torch.stack([loss * len(chunk), torch.tensor(float(len(chunk)), device=device)])
+        total += len(chunk) * mean_loss(model, windows(text, chunk, args.context, device))
     dist.all_reduce(total)
-    return (total[0] / total[1]).item()
+    return total.item() / len(starts)
 
 
-def sharded_adamw(
-    model: nn.Module, args: argparse.Namespace, device: torch.device
-) -> ZeroRedundancyOptimizer:
+def sharded_adamw(model: nn.Module, args: Namespace, device: torch.device) -> ZeroRedundancyOptimizer:
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     rest = [p for p in model.parameters() if p.dim() < 2]
     return ZeroRedundancyOptimizer(
         [{"params": matrices, "weight_decay": args.weight_decay}, {"params": rest, "weight_decay": 0.0}],
-        torch.optim.AdamW,
+        AdamW,
         shard=args.shard,
         parameters_as_bucket_view=args.bucket_view,
         lr=args.lr,
@@ -177,61 +167,47 @@ def sharded_adamw(
     )
 
 
-def warmup_then_cosine(optimizer: torch.optim.Optimizer, steps: int) -> LambdaLR:
-    warmup = max(1, steps // 20)
-
+def warmup_times_cosine(optimizer: Optimizer, steps: int) -> LambdaLR:
     def factor(step: int) -> float:
-        if step < warmup:
-            return (step + 1) / warmup
-        return 0.02 + 0.49 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
+        return min(1.0, 20 * (step + 1) / steps) * (1 + math.cos(math.pi * step / steps)) / 2
 
     return LambdaLR(optimizer, factor)
 
 
-def progress_bar(console: Console) -> Progress:
-    return Progress(
-        TextColumn("training"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("loss {task.fields[loss]:.3f}"),
-        TextColumn("{task.fields[speed]:,.0f} tokens/s"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=console.quiet or not console.is_terminal,
-    )
+def training_losses(
+    model: nn.Module, optimizer: Optimizer, batches: Iterator[Tensor], args: Namespace
+) -> Iterator[Tensor]:
+    """Take one optimizer step for every loss that is asked for."""
+    schedule = warmup_times_cosine(optimizer, args.steps)
+    for rows in islice(batches, args.steps):
+        optimizer.zero_grad()
+        loss = mean_loss(model, rows)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), args.clip)
+        optimizer.step()
+        schedule.step()
+        yield loss.detach()
 
 
-def train(
-    model: DistributedDataParallel,
-    optimizer: torch.optim.Optimizer,
-    batches: Iterator[Tensor],
-    args: argparse.Namespace,
-    console: Console,
-) -> None:
-    schedule = warmup_then_cosine(optimizer, args.steps)
+def train(losses: Iterator[Tensor], args: Namespace, console: Console) -> None:
     tokens_per_step = args.batch_size * args.context * dist.get_world_size()
-    # Reading the loss waits for the device, so it is not done at every step.
+    # Reading a loss waits for the device, so it is not done at every step.
     show_every = 5 if console.is_terminal else max(1, args.steps // 12)
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     recent: list[Tensor] = []
     started = time.perf_counter()
-    with progress_bar(console) as bar:
-        task = bar.add_task("", total=args.steps, loss=math.nan, speed=0.0)
-        for step in range(1, args.steps + 1):
-            optimizer.zero_grad()
-            loss = mean_loss(model, next(batches))
-            loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-            optimizer.step()
-            schedule.step()
-            recent.append(loss.detach())
+    with Progress(*columns, console=console, disable=console.quiet or not console.is_terminal) as bar:
+        task = bar.add_task("starting", total=args.steps)
+        for step, loss in enumerate(losses, start=1):
+            recent.append(loss)
             bar.advance(task)
             if step % show_every == 0 or step == args.steps:
-                shown = torch.stack(recent).mean().item()
                 speed = step * tokens_per_step / (time.perf_counter() - started)
+                status = f"loss {torch.stack(recent).mean().item():.3f}  {speed:,.0f} tokens/s"
                 recent.clear()
-                bar.update(task, loss=shown, speed=speed)
+                bar.update(task, description=status)
                 if not console.is_terminal:
-                    console.print(f"step {step:5}/{args.steps}  loss {shown:.3f}  {speed:,.0f} tokens/s")
+                    console.print(f"step {step:5}/{args.steps}  {status}")
 
 
 def allocated_bytes(tensors: Iterable[Tensor]) -> int:
@@ -259,9 +235,9 @@ def memory_table(per_rank: list[list[int]], model: nn.Module) -> Table:
     # Plain AdamW keeps two fp32 values for every parameter and one fp32 step count for every tensor.
     plain_state = sum(2 * 4 * p.numel() + 4 for p in model.parameters())
     rows = [(*held, sum(held), plain_state) for held in per_rank]
-    table = Table(title="Bytes held by every rank, as measured", show_footer=True)
+    table = Table(title="Bytes per rank, as measured (last column: computed)", show_footer=True)
     table.add_column("rank", footer="total", justify="right")
-    headers = ("parameters", "gradients", "optimizer state", "sum", "state if not sharded")
+    headers = ("parameters", "gradients", "optimizer state", "sum", "state if unsharded")
     for header, column in zip(headers, zip(*rows, strict=True), strict=True):
         table.add_column(header, footer=f"{sum(column):,}", justify="right", overflow="fold")
     for rank, row in enumerate(rows):
@@ -270,15 +246,16 @@ def memory_table(per_rank: list[list[int]], model: nn.Module) -> Table:
 
 
 @torch.no_grad()
-def generate(model: nn.Module, args: argparse.Namespace, device: torch.device) -> str:
+def generate(model: nn.Module, args: Namespace, device: torch.device) -> str:
     generator = torch.Generator().manual_seed(args.seed)
-    text = list(args.prompt.encode())
+    # The blank lines put the prompt at the start of a line, as code has it.
+    text = list(b"\n\n" + args.prompt.encode())
     for _ in range(args.sample_length):
         logits = model(torch.tensor([text[-args.context :]], device=device))[0, -1]
         # Drawn on the CPU, where the generator lives.
         chances = F.softmax(logits.float().cpu() / args.temperature, dim=-1)
         text.append(int(torch.multinomial(chances, 1, generator=generator)))
-    return bytes(text).decode(errors="replace")
+    return bytes(text[2:]).decode(errors="replace").rstrip()
 
 
 def pick_device() -> torch.device:
@@ -290,7 +267,7 @@ def pick_device() -> torch.device:
     return torch.device(accelerator.type, index)
 
 
-def run(args: argparse.Namespace, device: torch.device, console: Console) -> None:
+def run(args: Namespace, device: torch.device, console: Console) -> None:
     text, held_out = load_text()
     torch.manual_seed(args.seed)
     model = byte_gpt(args.width, args.layers, args.heads).to(device)
@@ -298,22 +275,20 @@ def run(args: argparse.Namespace, device: torch.device, console: Console) -> Non
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = sharded_adamw(model, args, device)
     count = sum(p.numel() for p in model.parameters())
-    console.print(f"{count:,} parameters on {dist.get_world_size()} ranks ({device.type}), AdamW sharded")
+    console.print(f"{count:,} parameters, sharded AdamW, ranks: {dist.get_world_size()} ({device.type})")
     console.print(f"{len(text):,} bytes to train on, {len(held_out):,} held out")
 
-    before = held_out_loss(model, held_out, args, device)
-    console.print(f"held-out loss before training: {before:.3f} nats per byte")
-    started = time.perf_counter()
-    train(ddp, optimizer, training_batches(text, args, device), args, console)
-    seconds = time.perf_counter() - started
-    after = held_out_loss(model, held_out, args, device)
-    console.print(f"held-out loss after training:  {after:.3f} nats per byte ({seconds:.0f} s of training)")
+    loss = held_out_loss(model, held_out, args, device)
+    console.print(f"held-out loss before training: {loss:.3f} nats per byte")
+    batches = training_batches(text, args, device)
+    train(training_losses(ddp, optimizer, batches, args), args, console)
+    loss = held_out_loss(model, held_out, args, device)
+    console.print(f"held-out loss after training:  {loss:.3f} nats per byte")
 
     console.print(memory_table(measure(model, optimizer, device), model))
     if dist.get_rank() == 0:
         console.rule("sample")
-        highlighter = Syntax("", "python", background_color="default")
-        console.print(highlighter.highlight(generate(model, args, device)), soft_wrap=True)
+        console.print(Text(generate(model, args, device)), soft_wrap=True)
     # Nobody tears the group down while rank 0 is still busy.
     dist.barrier()
 
@@ -324,11 +299,10 @@ def main() -> int:
         print(f"train_gpt.py needs one process per rank; start it with:\n    {COMMAND}", file=sys.stderr)
         return 2
     device = pick_device()
-    dist.init_process_group(
-        dist.get_default_backend_for_device(device), device_id=None if device.type == "cpu" else device
-    )
+    backend = dist.get_default_backend_for_device(device)
+    dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
     try:
-        run(args, device, Console(quiet=dist.get_rank() != 0))
+        run(args, device, Console(quiet=dist.get_rank() != 0, highlight=False))
     finally:
         dist.destroy_process_group()
     return 0

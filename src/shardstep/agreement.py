@@ -82,8 +82,10 @@ class Board:
             key = f"{self._prefix(self._meeting + 1)}/entered/{rank}"
             if rank != self._group.rank and store.check([key]):
                 entry = json.loads(store.get(key))
-                what = f"failed in {entry['call']}: {entry['error']}" if "error" in entry else (
-                    f"waits in {entry['call']}"
+                what = (
+                    f"failed in {entry['call']}: {entry['error']}"
+                    if "error" in entry
+                    else (f"waits in {entry['call']}")
                 )
                 found.append(f"rank {rank} {what}" + (f" ({entry['note']})" if entry.get("note") else ""))
         return "; ".join(found)

@@ -7,6 +7,8 @@ contributes to its gather. ``BucketViews`` makes parameters views of one buffer 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,52 +127,45 @@ class Exchange:
         buffer: Tensor | None,
     ) -> None:
         self._group = group
-        self._dtype, self._device = params[bucket.params[0]].dtype, params[bucket.params[0]].device
-        self._pairwise = collectives.sends_pairwise(group, self._device)
+        self._like = params[bucket.params[0]]
+        self._pairwise = collectives.sends_pairwise(group, self._like.device)
         self._in_place: Tensor | None = None  # gathered as it is: equal shards, nothing to pack
         self._direct: list[list[Tensor]] = [[] for _ in range(group.world_size)]  # by rank, bytes
-        self._packed: list[list[Tensor]] = [[] for _ in range(group.world_size)]  # by rank, to and from staging
-        self._written: list[Tensor] = []  # parameters that are received into without torch's noticing
-        self._staging: Tensor | None = None
-        self._arrived: list[tuple[Tensor, Tensor]] = []
-        pieces = [
-            [piece for piece in bucket.pieces(rank) if active[piece.param]] for rank in range(group.world_size)
-        ]
+        packed: list[list[Tensor]] = [[] for _ in range(group.world_size)]  # by rank
         if not self._gathers_in_place(bucket, params, active, buffer):
-            for rank, shard in enumerate(pieces):
+            for rank in range(group.world_size):
+                shard = [piece for piece in bucket.pieces(rank) if active[piece.param]]
                 if buffer is not None:
                     self._direct[rank] = [_bytes(buffer[low:high]) for low, high in _runs(bucket, shard)]
                 else:
-                    self._place(rank, shard, params)
-        if buffer is not None or self._in_place is not None or any(self._direct):
-            self._written = [params[index] for index in bucket.params if active[index]]
-        self._regions = self._measure_regions()
-        self.empty = self._in_place is None and not any(self._direct) and not any(self._packed)
+                    self._direct[rank], packed[rank] = self._sort_by_size(shard, params)
+        self._staging_plan = _StagingPlan(packed, group.rank, even=not self._pairwise) if any(packed) else None
+        # Received into without torch's noticing: whoever still holds a graph over them has to be told.
+        by_hand = self._in_place is not None or any(self._direct)
+        self._written = [params[index] for index in bucket.params if active[index]] if by_hand else []
+        self._staging: _Staging | None = None
+        self.empty = not by_hand and self._staging_plan is None
 
     def start(self) -> Handle:
         """Send my shard and receive the others. Follow with ``finish`` after waiting for the handle."""
         if self._in_place is not None:
             return collectives.gather_buffer(self._group, self._in_place)
-        self._pack()
-        if self._staging is None:
+        if self._staging_plan is None:
             return collectives.gather_shards(self._group, self._direct)
-        if self._is_even():
-            return collectives.gather_buffer(self._group, _bytes(self._staging))
-        staged = [
-            [_bytes(self._staging[low:high])] if low < high else [] for low, high in self._regions
-        ]
-        return collectives.gather_shards(
-            self._group, [direct + packed for direct, packed in zip(self._direct, staged, strict=True)]
-        )
+        self._staging = self._staging_plan.pack(self._like)
+        if self._staging_plan.even:
+            return collectives.gather_buffer(self._group, _bytes(self._staging.buffer))
+        regions = self._staging_plan.regions
+        staged = [[_bytes(self._staging.buffer[low:high])] if low < high else [] for low, high in regions]
+        return collectives.gather_shards(self._group, list(map(list.__add__, self._direct, staged)))
 
     def finish(self) -> None:
         """Unpack what arrived in the staging buffer, and let the buffer go."""
-        if self._arrived:
-            targets, sources = zip(*self._arrived, strict=True)
-            torch._foreach_copy_(targets, sources)
+        if self._staging is not None and self._staging_plan is not None:
+            self._staging_plan.unpack(self._staging)
+            self._staging = None
         if self._written:
             torch.autograd.graph.increment_version(self._written)
-        self._staging, self._arrived = None, []
 
     def _gathers_in_place(
         self, bucket: Bucket, params: Mapping[int, Tensor], active: Mapping[int, bool], buffer: Tensor | None
@@ -186,53 +181,74 @@ class Exchange:
             self._in_place = _bytes(_flat(param)) if param.is_contiguous() else None
         return self._in_place is not None
 
-    def _place(self, rank: int, shard: Sequence[Piece], params: Mapping[int, Tensor]) -> None:
+    def _sort_by_size(self, shard: Sequence[Piece], params: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """What of a shard is sent from where it lies, and what is packed first."""
+        direct, packed = [], []
         for piece in shard:
             param = params[piece.param]
-            if not param.is_contiguous():  # only whole pieces: cut parameters are contiguous
-                self._packed[rank].append(param.detach())
+            if not param.is_contiguous():  # whole, because cut parameters are contiguous
+                packed.append(param.detach())
                 continue
             flat = _flat(param)[piece.start : piece.stop]
             if self._pairwise and flat.nbytes >= DIRECT_BYTES:
-                self._direct[rank].append(_bytes(flat))
+                direct.append(_bytes(flat))
             else:
-                self._packed[rank].append(flat)
+                packed.append(flat)
+        return direct, packed
 
-    def _measure_regions(self) -> list[tuple[int, int]]:
-        """Where each rank's packed pieces lie in the staging buffer. Equal regions where that wastes little."""
-        sizes = [sum(tensor.numel() for tensor in tensors) for tensors in self._packed]
-        largest = max(sizes)
-        if not self._pairwise and sum(sizes) * 2 >= largest * len(sizes):
-            return [(rank * largest, (rank + 1) * largest) for rank in range(len(sizes))]
-        regions, end = [], 0
-        for size in sizes:
-            regions.append((end, end + size))
-            end += size
-        return regions
 
-    def _is_even(self) -> bool:
-        low, high = self._regions[0]
-        return not self._pairwise and all(b - a == high - low for a, b in self._regions)
+class _Staging(NamedTuple):
+    """A staging buffer in flight, and the views of it in which the pieces of other ranks arrive."""
 
-    def _pack(self) -> None:
-        """Copy my small pieces into a new staging buffer and remember where the others will arrive."""
-        if not any(self._packed):
-            return
-        self._staging = torch.empty(self._regions[-1][1], dtype=self._dtype, device=self._device)
-        for rank, tensors in enumerate(self._packed):
-            if not tensors:
-                continue
-            low = self._regions[rank][0]
-            sizes = [tensor.numel() for tensor in tensors]
-            views = self._staging[low : low + sum(sizes)].split(sizes)
-            slots = [
-                view if tensor.dim() == 1 else view.view(tensor.shape)
-                for view, tensor in zip(views, tensors, strict=True)
-            ]
-            if rank == self._group.rank:
-                torch._foreach_copy_(slots, tensors)
-            else:
-                self._arrived.extend(zip(tensors, slots, strict=True))
+    buffer: Tensor
+    arriving: list[Tensor]
+
+
+class _StagingPlan:
+    """Which packed piece lies where in a staging buffer. The buffer itself lives for one exchange only.
+
+    Packing and unpacking are a split and a foreach copy each: no Python work per piece.
+    """
+
+    def __init__(self, packed: Sequence[Sequence[Tensor]], rank: int, even: bool) -> None:
+        sizes = [sum(tensor.numel() for tensor in tensors) for tensors in packed]
+        # Equal regions (for a native all-gather) where they waste at most half of the buffer.
+        self.even = even and sum(sizes) * 2 >= max(sizes) * len(sizes)
+        lengths = [max(sizes)] * len(sizes) if self.even else sizes
+        ends = list(accumulate(lengths))
+        self.regions = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+        flat = [tensor for tensors in packed for tensor in tensors]
+        self._before = sum(map(len, packed[:rank]))
+        self._after = self._before + len(packed[rank])
+        self._mine, self._theirs = (
+            flat[self._before : self._after],
+            flat[: self._before] + flat[self._after :],
+        )
+        self._reshaped = [(slot, tensor.shape) for slot, tensor in enumerate(flat) if tensor.dim() != 1]
+        self._split_sizes: list[int] = []
+        self._gaps: list[int] = []  # slots of the split that hold nothing, last first
+        for tensors, size, length in zip(packed, sizes, lengths, strict=True):
+            self._split_sizes += [tensor.numel() for tensor in tensors]
+            if length > size:
+                self._gaps.insert(0, len(self._split_sizes))
+                self._split_sizes.append(length - size)
+
+    def pack(self, like: Tensor) -> _Staging:
+        """A new staging buffer that holds this rank's pieces."""
+        buffer = torch.empty(self.regions[-1][1], dtype=like.dtype, device=like.device)
+        slots = list(buffer.split(self._split_sizes))
+        for slot in self._gaps:
+            del slots[slot]
+        for slot, shape in self._reshaped:
+            slots[slot] = slots[slot].view(shape)
+        if self._mine:
+            torch._foreach_copy_(slots[self._before : self._after], self._mine)
+        return _Staging(buffer, slots[: self._before] + slots[self._after :])
+
+    def unpack(self, staging: _Staging) -> None:
+        """Copy what arrived to the parameters of the other ranks."""
+        if self._theirs:
+            torch._foreach_copy_(self._theirs, staging.arriving)
 
 
 def _runs(bucket: Bucket, shard: Sequence[Piece]) -> list[tuple[int, int]]:

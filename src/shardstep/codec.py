@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,7 +34,7 @@ def encode(value: Any, lift: Callable[[Tensor], int]) -> Any:
     )
 
 
-def decode(data: Any, tensors: Sequence[Tensor]) -> Any:
+def decode(data: Any, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> Any:
     """The inverse of ``encode``, with the tensors by number."""
     if not isinstance(data, dict):
         return data

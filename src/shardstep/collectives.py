@@ -15,10 +15,12 @@ anything else               one broadcast per shard, all in flight
 
 from __future__ import annotations
 
+import ctypes
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -46,8 +48,8 @@ class Group:
     @property
     def timeout(self) -> timedelta:
         """How long the group's collectives wait."""
-        backend = self.process_group._get_backend(self.wire_device)
-        return getattr(getattr(backend, "options", None), "_timeout", self.store.timeout)
+        options = getattr(self.process_group._get_backend(self.wire_device), "options", None)
+        return getattr(options, "_timeout", None) or dist.default_pg_timeout
 
     @property
     def wire_device(self) -> torch.device:
@@ -79,6 +81,11 @@ def open_group(process_group: dist.ProcessGroup | None) -> Group:
     )
 
 
+def is_member(process_group: dist.ProcessGroup | None) -> bool:
+    """Whether there is such a group, and the caller is in it."""
+    return dist.is_available() and dist.is_initialized() and dist.get_rank(process_group) >= 0
+
+
 def group_name(process_group: dist.ProcessGroup) -> str:
     """The name under which ``find_group`` finds the group again, in this process or another one."""
     return process_group.group_name
@@ -86,7 +93,7 @@ def group_name(process_group: dist.ProcessGroup) -> str:
 
 def find_group(name: str) -> dist.ProcessGroup:
     """The process group of that name. RuntimeError if this process has none."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def debug_is_on() -> bool:
@@ -170,3 +177,21 @@ def move(group: Group, tensor: Tensor, source: int, target: int | None) -> None:
         dist.recv(wire, group=group.process_group, group_src=source, tag=_TAG)
     if wire is not tensor and group.rank != source:
         tensor.copy_(wire)
+
+
+def move_json(group: Group, data: Any, source: int, target: int | None) -> Any:
+    """Copy JSON data from rank ``source`` to rank ``target`` (None: to every rank) and return it there.
+
+    Blocks the host. Ranks that neither send nor receive get None.
+    """
+    sends = group.rank == source
+    if not (sends or target is None or group.rank == target):
+        return None
+    payload = json.dumps(data).encode() if sends else b""
+    size = torch.tensor([len(payload)])
+    move(group, size.view(torch.uint8), source, target)
+    content = (
+        torch.frombuffer(bytearray(payload), dtype=torch.uint8) if sends else torch.empty(int(size), dtype=torch.uint8)
+    )
+    move(group, content, source, target)
+    return data if sends else json.loads(ctypes.string_at(content.data_ptr(), content.numel()))

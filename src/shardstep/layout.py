@@ -95,9 +95,7 @@ class Bucket:
                 return
             low, high = max(start, offset), min(stop, offset + numel)
             if low < high:
-                yield Piece(
-                    self.params[i], low - offset, high - offset, self.position, low, high - low == numel
-                )
+                yield Piece(self.params[i], low - offset, high - offset, self.position, low, high - low == numel)
 
     def _owned(self, rank: int) -> tuple[int, int]:
         assert self.owners is not None
@@ -130,19 +128,14 @@ class Layout:
         """Who owns which part of one parameter: (rank, piece), by ascending range."""
         bucket = self.buckets[self.bucket_of[index]]
         found = [
-            (rank, piece)
-            for rank in range(self.world_size)
-            for piece in bucket.pieces(rank)
-            if piece.param == index
+            (rank, piece) for rank in range(self.world_size) for piece in bucket.pieces(rank) if piece.param == index
         ]
         return sorted(found, key=lambda owned: owned[1].start)
 
     def owned_elements(self, rank: int, trainable_only: bool = False) -> int:
         """How many elements ``rank`` owns."""
         return sum(
-            piece.numel
-            for piece in self.pieces(rank)
-            if not trainable_only or self.spec_of[piece.param].trainable
+            piece.numel for piece in self.pieces(rank) if not trainable_only or self.spec_of[piece.param].trainable
         )
 
     def owned_bytes(self, rank: int) -> int:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 # What a group of the local optimizer has for itself; all its other keys are options, the same on both sides.
@@ -51,13 +50,13 @@ def run_step(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def step_subset(optimizer: Optimizer, subset: Sequence[Sequence[Tensor]]) -> Iterator[None]:
-    """Within this context the optimizer's groups hold only ``subset[i]``."""
-    whole = [group["params"] for group in optimizer.param_groups]
+def step_subset(optimizer: Optimizer, subset: Sequence[dict[str, list]]) -> Iterator[None]:
+    """Within this context group i holds ``subset[i]``: the parameters to step, and their names if it has names."""
+    whole = [{key: group[key] for key in part} for group, part in zip(optimizer.param_groups, subset, strict=True)]
     try:
-        for group, params in zip(optimizer.param_groups, subset, strict=True):
-            group["params"] = params
+        for group, part in zip(optimizer.param_groups, subset, strict=True):
+            group.update(part)
         yield
     finally:
-        for group, params in zip(optimizer.param_groups, whole, strict=True):
-            group["params"] = params
+        for group, part in zip(optimizer.param_groups, whole, strict=True):
+            group.update(part)

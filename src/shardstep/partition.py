@@ -82,9 +82,7 @@ class _Loads:
             self.add(rank, stop - start - even, trainable)
 
 
-def _assign_greedily(
-    specs: Sequence[ParamSpec], loads: _Loads, world_size: int, trainable: bool
-) -> dict[int, int]:
+def _assign_greedily(specs: Sequence[ParamSpec], loads: _Loads, world_size: int, trainable: bool) -> dict[int, int]:
     """Parameter index -> owner. Group by group, the largest first, to the rank that holds least.
 
     Ties go to the rank with the smaller total, then to the lower rank.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -107,7 +108,7 @@ def _why_not_elementwise(build: Callable[[Sequence[Tensor]], Optimizer], like: T
     """
     tensor = _values(_SHAPE, like, phase=5)
     whole = _trace(build, [tensor])
-    for low, high in zip(_CUTS, _CUTS[1:], strict=False):
+    for low, high in pairwise(_CUTS):
         try:
             piece = _trace(build, [tensor.view(-1)[low:high]], cut=(low, high))
         except Exception as error:
@@ -154,7 +155,7 @@ def _trace(
     for step in range(_STEPS):
         set_gradients(step)
         for subset in [[param] for param in params] if one_by_one else [params]:
-            with step_subset(optimizer, [subset]):
+            with step_subset(optimizer, [{"params": subset}]):
                 run_step(optimizer, lambda step=step: _closure(params, set_gradients, step))
     own = {key: value for key, value in vars(optimizer).items() if isinstance(value, (int, float))}
     groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]

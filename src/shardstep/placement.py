@@ -1,0 +1,281 @@
+"""Where everything of one optimizer is on this rank: layout, pieces, bucket views, exchanges.
+
+The layout says who owns what; a placement is the layout made real on one rank, and kept real when groups are added,
+parameters are frozen, or their memory is replaced.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardstep import groups as group_forms
+from shardstep import partition
+from shardstep.buckets import BucketViews, Exchange, Shard
+from shardstep.codec import dtype_name
+from shardstep.collectives import Group
+from shardstep.layout import Layout, ParamSpec
+from shardstep.local import options_of, step_subset, unhooked_step
+from shardstep.probe import Verdict, examine
+
+_requires_grad = attrgetter("requires_grad")
+
+
+class Placement:
+    """The layout of one optimizer and what this rank holds of it."""
+
+    def __init__(
+        self,
+        group: Group,
+        optimizer_class: Callable[..., Optimizer],
+        defaults: dict[str, Any],
+        granularity: str,
+        bucket_cap_mb: float,
+        views: bool,
+    ) -> None:
+        _check_optimizer_class(optimizer_class)
+        if not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
+            raise ValueError(f"bucket_cap_mb expects a size above 0 in MiB but got {bucket_cap_mb!r}. Use 25.")
+        self._group: Group = group
+        self._optimizer_class = optimizer_class
+        self._defaults = defaults
+        self._bucket_bytes = max(int(bucket_cap_mb * 2**20), 1)
+        self.default_granularity = granularity
+        self.layout = Layout(group.world_size)
+        self.params: dict[int, Tensor] = {}
+        self.index_of: dict[Tensor, int] = {}
+        self.shard = Shard(group.rank)
+        self.splittable = True
+        self.active: list[bool] = []
+        self.exchanges: list[Exchange | None] = []
+        self.active_buckets: list[int] = []
+        self.indices: list[list[int]] = []  # per group: the parameters whose piece the local optimizer steps
+        self.has_eager_state = False  # whether the optimizer makes state when it is built
+        self._views = BucketViews() if views else None
+        self._subsets: list[list[dict[str, list]]] = []
+        self._pointers: list[int] = []
+        self._verdicts: dict[str, Verdict] = {}
+
+    # --- making and extending -------------------------------------------------------------------------------------
+
+    def build(self, param_groups: Sequence[dict[str, Any]], granularities: Sequence[str]) -> Optimizer:
+        """Place all groups and make the local optimizer over this rank's pieces."""
+        chosen = [self._choose(group, wish) for group, wish in zip(param_groups, granularities, strict=True)]
+        self._place(param_groups, chosen)
+        local_groups = [self._local_group(position, group) for position, group in enumerate(param_groups)]
+        optimizer = self._optimizer_class(local_groups, **self._defaults)
+        if not isinstance(optimizer, Optimizer):
+            raise ValueError(
+                f"optimizer_class expects to build a torch.optim.Optimizer but built a {type(optimizer).__qualname__}. "
+                "Pass the class of an optimizer, e.g. torch.optim.AdamW."
+            )
+        self.has_eager_state = bool(optimizer.state)
+        return optimizer
+
+    def extend(self, optimizer: Optimizer, param_groups: Sequence[dict[str, Any]], granularity: str) -> None:
+        """Place the last group of ``param_groups`` and give this rank's pieces of it to the local optimizer."""
+        position = len(param_groups) - 1
+        chosen = self._choose(param_groups[position], granularity)
+        self._place(param_groups, [chosen] * len(param_groups))
+        optimizer.add_param_group(self._local_group(position, param_groups[position]))
+
+    def retract(self, optimizer: Optimizer, count: int) -> None:
+        """Undo ``extend``: keep the first ``count`` groups. Nothing was moved yet, so nothing moves back."""
+        del optimizer.param_groups[count:], self.indices[count:]
+        kept = tuple(spec for spec in self.layout.specs if spec.group < count)
+        gone = [spec.index for spec in self.layout.specs if spec.group >= count]
+        buckets = tuple(bucket for bucket in self.layout.buckets if not set(bucket.params) & set(gone))
+        self.layout = replace(self.layout, specs=kept, buckets=buckets)
+        self.shard.forget(gone)
+        for index in gone:
+            tensor = self.params.pop(index)
+            optimizer.state.pop(tensor, None)
+            self.index_of.pop(tensor)
+
+    def settle(self) -> None:
+        """After all ranks agreed: move the parameters into their views and plan the exchanges."""
+        self.active = self.active_now()
+        if self._views is not None:
+            self._views.extend(self.layout, self.params)
+        self.bind()
+
+    def _choose(self, group: dict[str, Any], wish: str) -> str:
+        """The granularity of a group: what the user wished, checked, or what the probe says."""
+        like = group_forms.first_floating(group["params"])
+        if like is None:
+            return "tensor"
+        key = repr((_shape_of_options(options_of(group)), like.dtype, like.device, wish == "tensor"))
+        if key not in self._verdicts:
+            self._verdicts[key] = examine(
+                self._optimizer_class, self._defaults, options_of(group), like, vouched=wish == "tensor"
+            )
+        verdict = self._verdicts[key]
+        self.splittable = self.splittable and verdict.splittable
+        if wish == "element" and not verdict.elementwise:
+            raise ValueError(
+                f"shard='element' expects an element-wise optimizer, but for {self._optimizer_class.__name__} "
+                f"{verdict.reason}. Use shard='tensor' or 'auto'."
+            )
+        return "element" if verdict.elementwise and wish != "tensor" else "tensor"
+
+    def _place(self, param_groups: Sequence[dict[str, Any]], granularities: Sequence[str]) -> None:
+        found = group_forms.specs_of(param_groups, granularities, list(self.params.values()))
+        self.layout = partition.extend(self.layout, [spec for spec, _ in found.values()], self._bucket_bytes)
+        self.params.update((index, param) for index, (_, param) in found.items())
+        self.index_of.update((param, index) for index, (_, param) in found.items())
+        self.shard.extend(self.layout, self.params)
+
+    def _local_group(self, position: int, group: dict[str, Any]) -> dict[str, Any]:
+        indices = [self.index_of[param] for param in group["params"]]
+        owned = [index for index in indices if index in self.shard.tensors]
+        self.indices.append(owned)
+        local = {**options_of(group), "params": [self.shard.tensors[index] for index in owned]}
+        if "param_names" in group:
+            names = dict(zip(indices, group["param_names"], strict=True))
+            local["param_names"] = [names[index] for index in owned]
+        return local
+
+    # --- following changes ----------------------------------------------------------------------------------------
+
+    def active_now(self) -> list[bool]:
+        """Which parameters a step may change: those that require a gradient, or hold one all the same."""
+        params = list(self.params.values())
+        active = list(map(_requires_grad, params))
+        if False in active:
+            active = [wants or param.grad is not None for wants, param in zip(active, params, strict=True)]
+        return active
+
+    def describe_change(self, active: Sequence[bool]) -> str:
+        """The first parameter whose activity changed, for messages on other ranks."""
+        changes = zip(self.layout.specs, self.active, active, strict=True)
+        spec, before, after = next(change for change in changes if change[1] != change[2])
+        return f"requires_grad of {spec.label} went from {before} to {after} there"
+
+    def activity_facts(self, active: Sequence[bool]) -> list[tuple[str, dict[str, str]]]:
+        """What the ranks have to agree on after a change of requires_grad."""
+        return [
+            (spec.label, {"requires_grad": str(is_active)})
+            for spec, is_active in zip(self.layout.specs, active, strict=True)
+        ]
+
+    def activate(self, active: list[bool]) -> None:
+        """Send these parameters from now on and no others."""
+        self.active = active
+        self._plan()
+
+    def moved(self) -> bool:
+        """Whether a parameter has other memory than at the last ``bind``. One pass in C."""
+        return list(map(Tensor.data_ptr, self.params.values())) != self._pointers
+
+    def bind(self) -> None:
+        """Follow the parameters to the memory that they have now, or bring them back into their bucket views."""
+        for spec in self.layout.specs:
+            self._check_same_kind(spec, self.params[spec.index])
+        if self._views is not None:
+            self._views.bind(self.params)
+        self.shard.bind()
+        self._pointers = list(map(Tensor.data_ptr, self.params.values()))
+        self._plan()
+
+    def _check_same_kind(self, spec: ParamSpec, param: Tensor) -> None:
+        now = tuple(param.shape), dtype_name(param.dtype), param.device.type
+        then = spec.shape, spec.dtype, spec.device.split("#")[0]
+        if now != then:
+            raise RuntimeError(
+                f"{spec.label} expects to stay as it was when the optimizer was built (shape {then[0]}, {then[1]}, "
+                f"{then[2]}), but it is now (shape {now[0]}, {now[1]}, {now[2]}). Convert the model first and build "
+                "the optimizer afterwards."
+            )
+
+    def _plan(self) -> None:
+        """What a step has to do, bucket by bucket."""
+        active = dict(zip(self.params, self.active, strict=True))
+        buckets = self.layout.buckets
+        buffers = self._views.buffers if self._views is not None else [None] * len(buckets)
+        self.active_buckets = [b.position for b in buckets if any(active[index] for index in b.params)]
+        self.exchanges = [None] * len(buckets)
+        if self._group.world_size > 1:
+            for position in self.active_buckets:
+                exchange = Exchange(buckets[position], self.params, active, self._group, buffers[position])
+                self.exchanges[position] = None if exchange.empty else exchange
+        self._subsets = [self._subset(position) for position in range(len(buckets))]
+
+    def _subset(self, bucket: int) -> list[dict[str, list]]:
+        """Per group, this rank's pieces of one bucket."""
+        subset = []
+        for indices in self.indices:
+            inside = [index for index in indices if self.shard.pieces[index].bucket == bucket]
+            part: dict[str, list] = {"params": [self.shard.tensors[index] for index in inside]}
+            if inside and self.layout.spec_of[inside[0]].name is not None:
+                part["param_names"] = [self.layout.spec_of[index].name for index in inside]
+            subset.append(part)
+        return subset
+
+    # --- stepping -------------------------------------------------------------------------------------------------
+
+    def update_bucket(self, optimizer: Optimizer, position: int) -> None:
+        """Step this rank's pieces of one bucket."""
+        subset = self._subsets[position]
+        if any(part["params"] for part in subset):
+            with step_subset(optimizer, subset):
+                unhooked_step(optimizer)()
+
+    # --- agreement, copies ----------------------------------------------------------------------------------------
+
+    def facts(self, param_groups: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, str]]]:
+        """What must be the same on every rank."""
+        settings = {
+            "optimizer_class": getattr(self._optimizer_class, "__qualname__", repr(self._optimizer_class)),
+            "bucket_cap_mb": str(self._bucket_bytes / 2**20),
+            "parameters_as_bucket_view": str(self._views is not None),
+            "number of groups": str(len(param_groups)),
+        }
+        return [("argument", settings), *group_forms.facts_of(param_groups, self.layout.specs)]
+
+    def fresh_optimizer(self, param_groups: Sequence[dict[str, Any]]) -> Optimizer:
+        """The local optimizer as it would be newly built: for optimizers that make state when they are built."""
+        return self._optimizer_class([dict(group) for group in param_groups], **copy.deepcopy(self._defaults))
+
+    def portable(self) -> Placement:
+        """A twin without the process group and what hangs on it, for copy and pickle."""
+        twin = copy.copy(self)
+        twin._group, twin.exchanges, twin._subsets = None, [], []  # type: ignore[assignment]
+        return twin
+
+    def revive(self, group: Group) -> None:
+        """After copy or pickle: bind the copied pieces to the copied parameters."""
+        if group.world_size != self.layout.world_size:
+            raise RuntimeError(
+                f"a pickled optimizer expects the {self.layout.world_size} ranks it was made on but got "
+                f"{group.world_size}. Use consolidate_state_dict and load_state_dict to change the number of ranks."
+            )
+        self._group = group
+        self.index_of = {param: index for index, param in self.params.items()}
+        self.bind()
+
+
+def _check_optimizer_class(optimizer_class: Any) -> None:
+    if isinstance(optimizer_class, type) and not issubclass(optimizer_class, Optimizer):
+        raise ValueError(
+            f"optimizer_class expects a subclass of torch.optim.Optimizer but got {optimizer_class.__qualname__}. "
+            "Functional optimizers are not needed here: pass the ordinary class."
+        )
+    if not callable(optimizer_class):
+        raise TypeError(f"optimizer_class expects a class but got {optimizer_class!r}. Pass e.g. torch.optim.AdamW.")
+
+
+def _shape_of_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Options with numbers reduced to zero or not: groups that differ in a learning rate need one probe."""
+
+    def reduce(value: Any) -> Any:
+        if isinstance(value, float):
+            return value != 0
+        return f"tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else value
+
+    return {key: reduce(value) for key, value in options.items()}

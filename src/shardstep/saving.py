@@ -1,0 +1,166 @@
+"""State dicts in torch's plain form: giving one out, and taking one in without half-loading it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardstep.codec import option_text
+from shardstep.local import options_of
+from shardstep.placement import Placement
+from shardstep.state import cut
+
+# In the dict of a rank that did not receive the full state: who did. No optimizer has such a key.
+MARK = "shardstep_full_state_at_rank"
+
+
+class Snapshot(NamedTuple):
+    """The outcome of a consolidation."""
+
+    to: int
+    states: dict[Any, Any]  # by parameter index; empty unless this rank is ``to``
+
+
+def plain_form(param_groups: Sequence[dict[str, Any]], snapshot: Snapshot | None, rank: int) -> dict[str, Any]:
+    """``{"state": ..., "param_groups": ...}`` with parameters as indices, and the mark where the state is elsewhere."""
+    numbers: dict[int, int] = {}
+    packed, start = [], 0
+    for group in param_groups:
+        for position, param in enumerate(group["params"], start):
+            numbers.setdefault(id(param), position)
+        start += len(group["params"])
+        packed.append(
+            {key: value for key, value in group.items() if key != "params"}
+            | {"params": [numbers[id(param)] for param in group["params"]]}
+        )
+    state = {} if snapshot is None else {key: _outer_copy(value) for key, value in snapshot.states.items()}
+    form: dict[str, Any] = {"state": state, "param_groups": packed}
+    if snapshot is not None and snapshot.to != rank:
+        form[MARK] = snapshot.to
+    return form
+
+
+def _outer_copy(value: Any) -> Any:
+    """So that a caller who edits the dict does not edit the snapshot."""
+    return dict(value) if isinstance(value, dict) else value
+
+
+def load_local(
+    state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]], placement: Placement, optimizer: Optimizer
+) -> Callable[[], None]:
+    """Load this rank's part into the local optimizer, by its own rules. Return a function that undoes it.
+
+    If it raises, the optimizer is as it was.
+    """
+    _check_form(state_dict, param_groups)
+    local = _local_form(state_dict, placement)
+    before = optimizer.state, optimizer.param_groups
+    attributes = dict(vars(optimizer))
+
+    def undo() -> None:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        optimizer.state, optimizer.param_groups = before
+
+    try:
+        optimizer.load_state_dict(local)
+        _complete(optimizer, placement)
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _check_form(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> None:
+    if MARK in state_dict:
+        raise ValueError(
+            f"load_state_dict expects the full state, but this dict was taken on a rank that did not receive it. "
+            f"Load the one that rank {state_dict[MARK]} returned, to which the state was consolidated."
+        )
+    for key in ("state", "param_groups"):
+        if key not in state_dict:
+            raise ValueError(
+                f"load_state_dict expects a dict with 'state' and 'param_groups' but got the keys "
+                f"{sorted(map(str, state_dict))}. Pass what state_dict() returned."
+            )
+    saved = state_dict["param_groups"]
+    if len(saved) != len(param_groups):
+        raise ValueError(
+            f"loaded state dict has a different number of parameter groups: expects {len(param_groups)} but got "
+            f"{len(saved)}. Build the optimizer with the same groups as the one that was saved."
+        )
+    for position, (group, saved_group) in enumerate(zip(param_groups, saved, strict=True)):
+        if len(group["params"]) != len(saved_group["params"]):
+            raise ValueError(
+                f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group: group "
+                f"{position} expects {len(group['params'])} parameters but got {len(saved_group['params'])}."
+            )
+
+
+def _local_form(state_dict: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
+    """The dict as the local optimizer would have saved it: its pieces of the state, numbered in its order."""
+    saved_groups = state_dict["param_groups"]
+    saved_ids = [saved_id for group in saved_groups for saved_id in group["params"]]
+    states = state_dict["state"]
+    local_state = {key: value for key, value in states.items() if key not in set(saved_ids)}
+    local_groups, number = [], 0
+    start = 0
+    for saved, indices in zip(saved_groups, placement.indices, strict=True):
+        local = {**options_of(saved), "params": list(range(number, number + len(indices)))}
+        if "param_names" in saved:
+            local["param_names"] = [saved["param_names"][index - start] for index in indices]
+        local_groups.append(local)
+        for index in indices:
+            entry = states.get(saved_ids[index])
+            if entry:
+                piece = placement.shard.pieces[index]
+                local_state[number] = cut(entry, placement.layout.spec_of[index], piece, "of the loaded dict")
+            number += 1
+        start += len(saved["params"])
+    return {"state": local_state, "param_groups": local_groups}
+
+
+def _complete(optimizer: Optimizer, placement: Placement) -> None:
+    """A parameter that the dict holds nothing for starts as in a newly built optimizer (Adagrad makes state there)."""
+    missing = [tensor for tensor in placement.shard.tensors.values() if not optimizer.state.get(tensor)]
+    if missing and placement.has_eager_state:
+        fresh = placement.fresh_optimizer(optimizer.param_groups)
+        for tensor in missing:
+            optimizer.state[tensor] = fresh.state[tensor]
+
+
+def load_options(
+    state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]], local_groups: Sequence[dict[str, Any]]
+) -> None:
+    """Options (and names, if the dict has them) as loaded; like torch, options that the dict lacks are gone."""
+    for group, saved, local in zip(param_groups, state_dict["param_groups"], local_groups, strict=True):
+        names = saved.get("param_names", group.get("param_names"))
+        params = group["params"]
+        group.clear()
+        group.update(options_of(local), params=params)
+        if names is not None:
+            group["param_names"] = list(names)
+
+
+def facts_of(state_dict: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
+    """What ranks must agree on when they load: that it is the same checkpoint, as far as its plain values tell."""
+    facts = [
+        (
+            f"parameter group {position}",
+            {key: option_text(value) for key, value in sorted(options_of(group).items())},
+        )
+        for position, group in enumerate(state_dict["param_groups"])
+    ]
+    for key, entry in state_dict["state"].items():
+        if isinstance(entry, dict):
+            facts.append((f"state of parameter {key}", {name: _summary(value) for name, value in entry.items()}))
+    return facts
+
+
+def _summary(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}" if value.dim() else f"{value.item()}"
+    return option_text(value)
