@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,6 +18,9 @@ from shardstep.layout import Bucket, Layout, Piece
 
 # Between pairs of ranks a piece of at least this size is sent from where it lies; smaller ones are packed first.
 DIRECT_BYTES = 64 * 1024
+# A staging buffer of at most this size is kept from step to step: making thousands of small views anew costs more
+# than the copies themselves.
+KEPT_BYTES = 4 * 1024 * 1024
 
 
 class Shard:
@@ -114,8 +116,8 @@ class BucketViews:
 class Exchange:
     """The gather of one bucket: pack what is small, send the rest from where it lies, unpack what arrived.
 
-    Only pieces of active parameters take part. Made anew whenever the memory of a parameter or the set of
-    active ones changes.
+    Only pieces of active parameters take part. Made anew whenever the set of active parameters changes, or the memory
+    of one of those that are ``addressed``.
     """
 
     def __init__(
@@ -131,7 +133,7 @@ class Exchange:
         self._pairwise = collectives.sends_pairwise(group, self._like.device)
         self._in_place: Tensor | None = None  # gathered as it is: equal shards, nothing to pack
         self._direct: list[list[Tensor]] = [[] for _ in range(group.world_size)]  # by rank, bytes
-        packed: list[list[Tensor]] = [[] for _ in range(group.world_size)]  # by rank
+        packed: list[list[Piece]] = [[] for _ in range(group.world_size)]  # by rank
         if not self._gathers_in_place(bucket, params, active, buffer):
             for rank in range(group.world_size):
                 shard = [piece for piece in bucket.pieces(rank) if active[piece.param]]
@@ -139,31 +141,29 @@ class Exchange:
                     self._direct[rank] = [_bytes(buffer[low:high]) for low, high in _runs(bucket, shard)]
                 else:
                     self._direct[rank], packed[rank] = self._sort_by_size(shard, params)
-        self._staging_plan = _StagingPlan(packed, group.rank, even=not self._pairwise) if any(packed) else None
         # Received into without torch's noticing: whoever still holds a graph over them has to be told.
         by_hand = self._in_place is not None or any(self._direct)
         self._written = [params[index] for index in bucket.params if active[index]] if by_hand else []
-        self._staging: _Staging | None = None
-        self.empty = not by_hand and self._staging_plan is None
+        self._staging = _Staging(packed, params, group.rank, even=not self._pairwise) if any(packed) else None
+        self.addressed = self._written + (self._staging.addressed if self._staging is not None else [])
+        self.empty = not by_hand and self._staging is None
 
     def start(self) -> Handle:
         """Send my shard and receive the others. Follow with ``finish`` after waiting for the handle."""
         if self._in_place is not None:
             return collectives.gather_buffer(self._group, self._in_place)
-        if self._staging_plan is None:
+        if self._staging is None:
             return collectives.gather_shards(self._group, self._direct)
-        self._staging = self._staging_plan.pack(self._like)
-        if self._staging_plan.even:
-            return collectives.gather_buffer(self._group, _bytes(self._staging.buffer))
-        regions = self._staging_plan.regions
-        staged = [[_bytes(self._staging.buffer[low:high])] if low < high else [] for low, high in regions]
-        return collectives.gather_shards(self._group, list(map(list.__add__, self._direct, staged)))
+        staged = self._staging.pack(self._like)
+        if self._staging.even:
+            return collectives.gather_buffer(self._group, _bytes(staged))
+        regions = [[_bytes(staged[low:high])] if low < high else [] for low, high in self._staging.regions]
+        return collectives.gather_shards(self._group, list(map(list.__add__, self._direct, regions)))
 
     def finish(self) -> None:
-        """Unpack what arrived in the staging buffer, and let the buffer go."""
-        if self._staging is not None and self._staging_plan is not None:
-            self._staging_plan.unpack(self._staging)
-            self._staging = None
+        """Put what arrived where it belongs."""
+        if self._staging is not None:
+            self._staging.unpack()
         if self._written:
             torch.autograd.graph.increment_version(self._written)
 
@@ -181,74 +181,81 @@ class Exchange:
             self._in_place = _bytes(_flat(param)) if param.is_contiguous() else None
         return self._in_place is not None
 
-    def _sort_by_size(self, shard: Sequence[Piece], params: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """What of a shard is sent from where it lies, and what is packed first."""
+    def _sort_by_size(self, shard: Sequence[Piece], params: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Piece]]:
+        """What of a shard is sent from where it lies, as bytes, and what is packed first."""
         direct, packed = [], []
         for piece in shard:
             param = params[piece.param]
-            if not param.is_contiguous():  # whole, because cut parameters are contiguous
-                packed.append(param.detach())
-                continue
-            flat = _flat(param)[piece.start : piece.stop]
-            if self._pairwise and flat.nbytes >= DIRECT_BYTES:
-                direct.append(_bytes(flat))
+            nbytes = piece.numel * param.element_size()
+            if self._pairwise and nbytes >= DIRECT_BYTES and param.is_contiguous():
+                direct.append(_bytes(_flat(param)[piece.start : piece.stop]))
             else:
-                packed.append(flat)
+                packed.append(piece)
         return direct, packed
 
 
-class _Staging(NamedTuple):
-    """A staging buffer in flight, and the views of it in which the pieces of other ranks arrive."""
+class _Staging:
+    """A buffer into which the small pieces of a bucket are packed, rank by rank.
 
-    buffer: Tensor
-    arriving: list[Tensor]
-
-
-class _StagingPlan:
-    """Which packed piece lies where in a staging buffer. The buffer itself lives for one exchange only.
-
-    Packing and unpacking are a split and a foreach copy each: no Python work per piece.
+    Packing and unpacking are one call each: no Python work per piece. A small buffer is kept from step to step.
     """
 
-    def __init__(self, packed: Sequence[Sequence[Tensor]], rank: int, even: bool) -> None:
-        sizes = [sum(tensor.numel() for tensor in tensors) for tensors in packed]
+    def __init__(self, packed: Sequence[Sequence[Piece]], params: Mapping[int, Tensor], rank: int, even: bool) -> None:
+        sizes = [sum(piece.numel for piece in pieces) for pieces in packed]
         # Equal regions (for a native all-gather) where they waste at most half of the buffer.
         self.even = even and sum(sizes) * 2 >= max(sizes) * len(sizes)
         lengths = [max(sizes)] * len(sizes) if self.even else sizes
         ends = list(accumulate(lengths))
         self.regions = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-        flat = [tensor for tensors in packed for tensor in tensors]
-        self._before = sum(map(len, packed[:rank]))
-        self._after = self._before + len(packed[rank])
-        self._mine, self._theirs = (
-            flat[self._before : self._after],
-            flat[: self._before] + flat[self._after :],
-        )
-        self._reshaped = [(slot, tensor.shape) for slot, tensor in enumerate(flat) if tensor.dim() != 1]
-        self._split_sizes: list[int] = []
-        self._gaps: list[int] = []  # slots of the split that hold nothing, last first
-        for tensors, size, length in zip(packed, sizes, lengths, strict=True):
-            self._split_sizes += [tensor.numel() for tensor in tensors]
-            if length > size:
-                self._gaps.insert(0, len(self._split_sizes))
-                self._split_sizes.append(length - size)
+        self._mine_sizes, self._rank = sizes[rank], rank
+        theirs = [piece for owner, pieces in enumerate(packed) if owner != rank for piece in pieces]
+        # A whole parameter is copied to as itself, whatever memory it has; only ranges of one depend on its address.
+        self._targets = [
+            params[piece.param].detach() if piece.whole else _flat(params[piece.param])[piece.start : piece.stop]
+            for piece in theirs
+        ]
+        mine = [params[piece.param] for piece in packed[rank]]
+        self._contiguous = all(param.is_contiguous() for param in mine)
+        self._sources = [
+            _flat(param)[piece.start : piece.stop] if self._contiguous or not piece.whole else param.detach()
+            for param, piece in zip(mine, packed[rank], strict=True)
+        ]
+        self.addressed = [params[piece.param] for pieces in packed for piece in pieces]
+        self._buffer: Tensor | None = None
+        self._slots: list[Tensor] = []  # where the targets' values arrive
+        self._packed = packed
 
-    def pack(self, like: Tensor) -> _Staging:
-        """A new staging buffer that holds this rank's pieces."""
-        buffer = torch.empty(self.regions[-1][1], dtype=like.dtype, device=like.device)
-        slots = list(buffer.split(self._split_sizes))
-        for slot in self._gaps:
-            del slots[slot]
-        for slot, shape in self._reshaped:
-            slots[slot] = slots[slot].view(shape)
-        if self._mine:
-            torch._foreach_copy_(slots[self._before : self._after], self._mine)
-        return _Staging(buffer, slots[: self._before] + slots[self._after :])
+    def pack(self, like: Tensor) -> Tensor:
+        """Copy this rank's pieces into the buffer and return it."""
+        if self._buffer is None:
+            self._allocate(like)
+        buffer = self._buffer
+        assert buffer is not None
+        low = self.regions[self._rank][0]
+        region = buffer[low : low + self._mine_sizes]
+        if self._sources and self._contiguous:
+            torch.cat(self._sources, out=region)  # several times faster than a foreach copy on the CPU
+        elif self._sources:
+            slots = region.split([source.numel() for source in self._sources])
+            torch._foreach_copy_([s.view(t.shape) for s, t in zip(slots, self._sources, strict=True)], self._sources)
+        return buffer
 
-    def unpack(self, staging: _Staging) -> None:
+    def unpack(self) -> None:
         """Copy what arrived to the parameters of the other ranks."""
-        if self._theirs:
-            torch._foreach_copy_(self._theirs, staging.arriving)
+        if self._targets:
+            torch._foreach_copy_(self._targets, self._slots)
+        if self._buffer is not None and self._buffer.nbytes > KEPT_BYTES:
+            self._buffer, self._slots = None, []
+
+    def _allocate(self, like: Tensor) -> None:
+        self._buffer = torch.empty(self.regions[-1][1], dtype=like.dtype, device=like.device)
+        slots: list[Tensor] = []
+        for owner, pieces in enumerate(self._packed):
+            if owner != self._rank and pieces:
+                sizes = [piece.numel for piece in pieces]
+                low = self.regions[owner][0]
+                slots += self._buffer[low : low + sum(sizes)].split(sizes)
+        self._slots = [slot.view(target.shape) for slot, target in zip(slots, self._targets, strict=True)]
 
 
 def _runs(bucket: Bucket, shard: Sequence[Piece]) -> list[tuple[int, int]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from enum import Enum
+from numbers import Number
 from typing import Any
 
 import torch
@@ -67,9 +69,16 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def option_text(value: Any) -> str:
-    """A value of a parameter group as text that is equal on two ranks exactly when the values are."""
+    """A value of a parameter group as text that is equal on two ranks exactly when the values are.
+
+    Of an object that is no plain data only the class is told: its text may hold an address.
+    """
     if isinstance(value, Tensor):
         return f"tensor({value.tolist()}, dtype={dtype_name(value.dtype)})"
     if isinstance(value, (list, tuple)):
         return f"{type_name(value)}({', '.join(map(option_text, value))})"
-    return repr(value) if type(value) in _PLAIN else type(value).__qualname__
+    if isinstance(value, dict):
+        return f"dict({', '.join(f'{option_text(k)}: {option_text(v)}' for k, v in value.items())})"
+    if isinstance(value, (*_PLAIN, Number, Enum, torch.dtype, torch.device)):
+        return repr(value)
+    return type(value).__qualname__

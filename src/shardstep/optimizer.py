@@ -18,6 +18,7 @@ from shardstep import collectives, groups, replicas, report, saving, uneven
 from shardstep.agreement import Board
 from shardstep.buckets import Exchange
 from shardstep.collectives import Handle
+from shardstep.layout import Layout
 from shardstep.local import copy_options, unhooked_step
 from shardstep.placement import Placement
 from shardstep.report import MemoryReport
@@ -125,6 +126,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """``active``: False in the shadow step of a rank that has joined (see uneven.py)."""
         placement = self._placed
         self._notice_changes()
+        if active and closure is None:
+            with self._undone_everywhere("step"):
+                placement.check_still_trained()
         self._snapshot, self._stepped = None, True
         borrowed = self._lend(active) if self._join_config.enable else None
         copy_options(self.param_groups, self.optim.param_groups)
@@ -211,8 +215,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             self._board.note(placement.describe_change(active))
             self._board.agree("step, after a change of requires_grad", placement.activity_facts(active))
             placement.activate(active)
-        if placement.moved():
-            placement.bind()
+        with self._undone_everywhere("step"):
+            if placement.moved():
+                placement.bind()
 
     def _lend(self, active: bool) -> dict[int, Tensor] | None:
         lending = uneven.Lending.meet(self._group, active)
@@ -245,6 +250,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise
         placement.settle()
         self._expose_state()
+        if placement.has_eager_state and self._snapshot is not None:  # the new parameters came with state
+            self._snapshot, self._stepped = None, True
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -258,14 +265,17 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with self._undone_everywhere("consolidate_state_dict"):
             if not isinstance(to, int) or not 0 <= to < self.world_size:
                 raise ValueError(
-                    f"to expects a rank of the process group, from 0 to {self.world_size - 1}, but got {to!r}."
+                    f"to expects a rank of the process group, from 0 to {self.world_size - 1}, but got {to!r}. "
+                    "Leave it out for 0."
                 )
-            if chunk_mb <= 0:
+            if not isinstance(chunk_mb, (int, float)) or not chunk_mb > 0:
                 raise ValueError(f"chunk_mb expects a size above 0 in MiB but got {chunk_mb!r}. Leave it out for 16.")
             described = describe(placement.shard, placement.layout, self.optim.state)
         self._board.agree("consolidate_state_dict", [("argument", {"to": str(to), "chunk_mb": str(chunk_mb)})])
         chunk = max(int(chunk_mb * 2**20), 1)
-        states: dict[Any, Any] = collect(self._group, placement.layout, described, to=to, chunk_bytes=chunk)
+        with self._undone_everywhere("consolidate_state_dict"):
+            states: dict[Any, Any] = collect(self._group, placement.layout, described, to=to, chunk_bytes=chunk)
+        self._board.agree("consolidate_state_dict", [("outcome", {"done": "True"})])
         if self.rank == to:
             states.update((key, value) for key, value in self.optim.state.items() if not isinstance(key, Tensor))
         self._snapshot = Snapshot(to, states)
@@ -298,7 +308,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         copies of its pieces. If it fails on a rank it fails on all, and nothing is changed anywhere.
         """
         with self._undone_everywhere("load_state_dict"):
-            state_dict = state_dict.copy()
+            state_dict = saving.outer_copy(state_dict)
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 changed = pre_hook(self, state_dict)
                 state_dict = state_dict if changed is None else changed
@@ -320,11 +330,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         placement = self._placed
         with self._undone_everywhere("full_state"):
-            index = placement.index_of.get(param)
+            index = placement.index_of.get(param) if isinstance(param, Tensor) else None
             if index is None:
+                told = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
                 raise ValueError(
-                    f"full_state expects a parameter of this optimizer but got a tensor of shape {tuple(param.shape)} "
-                    "that is in none of its groups."
+                    f"full_state expects a parameter of this optimizer but got {told} that is in none of its groups. "
+                    "Pass one of model.parameters()."
                 )
             described = describe(placement.shard, placement.layout, self.optim.state, only=index)
         self._board.agree("full_state", [("argument", {"param": placement.layout.spec_of[index].label})])
@@ -369,6 +380,11 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """
         self._board.agree("check_replicas", [])
         replicas.check(self._group, self._placed.layout, self._placed.params)
+
+    @property
+    def layout(self) -> Layout:
+        """Which piece of which parameter lies in which bucket, owned by which rank."""
+        return self._placed.layout
 
     def memory(self) -> MemoryReport:
         """Bytes of parameters, gradients and optimizer state that this rank holds, measured on its live tensors."""

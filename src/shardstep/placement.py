@@ -7,6 +7,7 @@ parameters are frozen, or their memory is replaced.
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -59,6 +60,8 @@ class Placement:
         self.has_eager_state = False  # whether the optimizer makes state when it is built
         self._views = BucketViews() if views else None
         self._subsets: list[list[dict[str, list]]] = []
+        self._in_module = False  # known with bucket views only
+        self._watched: list[Tensor] = []
         self._pointers: list[int] = []
         self._verdicts: dict[str, Verdict] = {}
 
@@ -75,7 +78,6 @@ class Placement:
                 f"optimizer_class expects to build a torch.optim.Optimizer but built a {type(optimizer).__qualname__}. "
                 "Pass the class of an optimizer, e.g. torch.optim.AdamW."
             )
-        self.has_eager_state = bool(optimizer.state)
         return optimizer
 
     def extend(self, optimizer: Optimizer, param_groups: Sequence[dict[str, Any]], granularity: str) -> None:
@@ -103,6 +105,7 @@ class Placement:
         self.active = self.active_now()
         if self._views is not None:
             self._views.extend(self.layout, self.params)
+            self._in_module = bool(self.params) and _is_in_a_module(next(iter(self.params.values())))
         self.bind()
 
     def _choose(self, group: dict[str, Any], wish: str) -> str:
@@ -117,6 +120,7 @@ class Placement:
             )
         verdict = self._verdicts[key]
         self.splittable = self.splittable and verdict.splittable
+        self.has_eager_state = self.has_eager_state or verdict.eager
         if wish == "element" and not verdict.elementwise:
             raise ValueError(
                 f"shard='element' expects an element-wise optimizer, but for {self._optimizer_class.__name__} "
@@ -171,7 +175,22 @@ class Placement:
 
     def moved(self) -> bool:
         """Whether a parameter has other memory than at the last ``bind``. One pass in C."""
-        return list(map(Tensor.data_ptr, self.params.values())) != self._pointers
+        return list(map(Tensor.data_ptr, self._watched)) != self._pointers
+
+    def check_still_trained(self) -> None:
+        """Raise if the model was given new parameters (``load_state_dict(assign=True)``) and trains without ours.
+
+        Only with bucket views, where it would go unnoticed that the model no longer is what is gathered, and only
+        when no parameter has a gradient: the search through the interpreter's objects is slow.
+        """
+        if not self._in_module or any(param.grad is not None for param in self.params.values()):
+            return
+        if not _is_in_a_module(next(iter(self.params.values()))):
+            raise RuntimeError(
+                "step expects gradients on the parameters that the optimizer was built with, but none has one and "
+                "their module now holds other parameters (load_state_dict(assign=True) replaces them). Build the "
+                "optimizer again after replacing parameters, or load with assign=False."
+            )
 
     def bind(self) -> None:
         """Follow the parameters to the memory that they have now, or bring them back into their bucket views."""
@@ -180,7 +199,6 @@ class Placement:
         if self._views is not None:
             self._views.bind(self.params)
         self.shard.bind()
-        self._pointers = list(map(Tensor.data_ptr, self.params.values()))
         self._plan()
 
     def _check_same_kind(self, spec: ParamSpec, param: Tensor) -> None:
@@ -205,6 +223,8 @@ class Placement:
                 exchange = Exchange(buckets[position], self.params, active, self._group, buffers[position])
                 self.exchanges[position] = None if exchange.empty else exchange
         self._subsets = [self._subset(position) for position in range(len(buckets))]
+        self._watched = list(self.params.values())
+        self._pointers = list(map(Tensor.data_ptr, self._watched))
 
     def _subset(self, bucket: int) -> list[dict[str, list]]:
         """Per group, this rank's pieces of one bucket."""
@@ -246,6 +266,8 @@ class Placement:
         """A twin without the process group and what hangs on it, for copy and pickle."""
         twin = copy.copy(self)
         twin._group, twin.exchanges, twin._subsets = None, [], []  # type: ignore[assignment]
+        twin._watched, twin.index_of = [], {}
+        twin._views = BucketViews() if self._views is not None else None  # made anew: copies share no memory
         return twin
 
     def revive(self, group: Group) -> None:
@@ -257,6 +279,8 @@ class Placement:
             )
         self._group = group
         self.index_of = {param: index for index, param in self.params.items()}
+        if self._views is not None:
+            self._views.extend(self.layout, self.params)
         self.bind()
 
 
@@ -268,6 +292,18 @@ def _check_optimizer_class(optimizer_class: Any) -> None:
         )
     if not callable(optimizer_class):
         raise TypeError(f"optimizer_class expects a class but got {optimizer_class!r}. Pass e.g. torch.optim.AdamW.")
+
+
+def _is_in_a_module(param: Tensor) -> bool:
+    """Whether some module has ``param`` as its parameter."""
+    for holder in gc.get_referrers(param):
+        if isinstance(holder, dict):
+            for owner in gc.get_referrers(holder):
+                # The attributes of an object are found as the object itself or as their dict.
+                attributes = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+                if attributes.get("_parameters") is holder:
+                    return True
+    return False
 
 
 def _shape_of_options(options: dict[str, Any]) -> dict[str, Any]:

@@ -19,15 +19,31 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardstep.local import run_step, step_subset
+from shardstep.local import options_of, run_step, step_subset
 
-_STEPS = 3
-# 12480 elements, cut at 64 and 4224: multiples of the alignment that cuts have (see partition.py), but not of
-# 256 or 2048, on which 8-bit optimizers quantize in blocks; with pieces below and above the 4096 elements
-# from which they do.
-_SHAPE = (65, 192)
-_CUTS = (0, 64, 4224, 12480)
+# Enough for what acts late: some optimizers warm up for ten steps. What diverges by then is looked at early, too.
+_STEPS = 12
+_EARLY = 3
+# Learning rates below this are raised: what a schedule starts with (0, or 1e-6 in bfloat16) would hide every
+# difference.
+_LEARNING_RATE = 0.125
 _SMALL_SHAPES = ((24, 16), (8, 40))
+_PLAIN = (type(None), bool, int, float, str, list, tuple, dict)
+
+
+class _Cut(NamedTuple):
+    """A tensor, and where it is cut into pieces."""
+
+    shape: tuple[int, int]
+    bounds: tuple[int, ...]
+    steps: int
+
+
+# Most optimizers that are not element-wise show it on a few elements, and some of them are slow on more.
+_FEW = _Cut((24, 16), (0, 64, 384), _EARLY)
+# 12480 elements, cut at 64 and 4224: multiples of the alignment that cuts have (see partition.py), but not of 256 or
+# 2048, on which 8-bit optimizers quantize in blocks; with pieces below and above the 4096 elements from which they do.
+_MANY = _Cut((65, 192), (0, 64, 4224, 12480), _STEPS)
 
 
 class Verdict(NamedTuple):
@@ -36,12 +52,15 @@ class Verdict(NamedTuple):
     elementwise: bool
     splittable: bool
     reason: str  # what differed; empty if element-wise
+    eager: bool = False  # makes state when it is built, before any step
 
 
 class _Trace(NamedTuple):
+    early: list[Tensor]  # the parameters after a few steps
     params: list[Tensor]
     states: list[dict]
-    options: list[dict]
+    options: dict  # of the group
+    own: dict  # what the optimizer keeps for itself
 
 
 def examine(
@@ -67,32 +86,33 @@ def examine(
         warnings.simplefilter("ignore")
         small = [_values(shape, like, phase) for phase, shape in enumerate(_SMALL_SHAPES)]
         try:
-            build(small)
+            eager = bool(build(small).state)
         except Exception as error:  # the real tensors decide: they raise the same, or the probe's shape is to blame
             return Verdict(False, False, f"it cannot be built over the probe ({error})")
         try:
             together = _trace(build, small)
         except Exception as error:
             if vouched:
-                return Verdict(False, False, f"it cannot step the probe ({error})")
+                return Verdict(False, False, f"it cannot step the probe ({error})", eager)
             raise ValueError(
                 f"{name} cannot be sharded: stepping a dense 2D tensor with it failed "
                 f"({type(error).__name__}: {error}). Use another optimizer, or pass shard='tensor' if you know "
                 "that it updates every tensor by itself."
             ) from error
         if _first_difference(together, _trace(build, small)):
-            return Verdict(False, False, "its steps are random")
-        _refuse_coupled(name, together, _trace(build, small[:1]))
-        reason = _why_not_elementwise(build, like)
+            return Verdict(False, False, "its steps are random", eager)
+        for position in range(len(small)):
+            _refuse_coupled(name, together, position, _trace(build, small[position:][:1], first=position))
+        reason = _why_not_elementwise(build, like, _FEW) or _why_not_elementwise(build, like, _MANY)
         splittable = not _first_difference(together, _trace(build, small, one_by_one=True))
-    return Verdict(not reason, splittable, reason)
+    return Verdict(not reason, splittable, reason, eager)
 
 
-def _refuse_coupled(name: str, together: _Trace, alone: _Trace) -> None:
-    """Only the first tensor is compared: an optimizer that draws random numbers draws the same ones for it."""
-    difference = _first_difference(
-        _Trace(together.params[:1], together.states[:1], []), _Trace(alone.params, alone.states, [])
-    )
+def _refuse_coupled(name: str, together: _Trace, position: int, alone: _Trace) -> None:
+    """What is on the group may count steps, but must not depend on which parameters there are."""
+    here = slice(position, position + 1)
+    one = _Trace(together.early[here], together.params[here], together.states[here], together.options, alone.own)
+    difference = _first_difference(one, alone)
     if difference:
         raise ValueError(
             f"{name} cannot be sharded: the update of one parameter depends on the others ({difference} changes "
@@ -100,35 +120,35 @@ def _refuse_coupled(name: str, together: _Trace, alone: _Trace) -> None:
         )
 
 
-def _why_not_elementwise(build: Callable[[Sequence[Tensor]], Optimizer], like: Tensor) -> str:
-    """The first thing in which a piece differs from the same range of the whole, or nothing.
-
-    The smallest piece comes first: an optimizer that is not element-wise mostly shows it there, and one that
-    builds a matrix over a vector is spared the long ones.
-    """
-    tensor = _values(_SHAPE, like, phase=5)
-    whole = _trace(build, [tensor])
-    for low, high in pairwise(_CUTS):
+def _why_not_elementwise(build: Callable[[Sequence[Tensor]], Optimizer], like: Tensor, cut: _Cut) -> str:
+    """The first thing in which a piece differs from the same range of the whole, or nothing."""
+    tensor = _values(cut.shape, like, phase=5)
+    whole = _trace(build, [tensor], cut=cut, bounds=(0, tensor.numel()))
+    for low, high in pairwise(cut.bounds):
         try:
-            piece = _trace(build, [tensor.view(-1)[low:high]], cut=(low, high))
+            piece = _trace(build, [tensor.view(-1)[low:high]], cut=cut, bounds=(low, high))
         except Exception as error:
             return f"a flat piece of a tensor cannot be stepped ({error})"
         if not _equal(piece.params[0], whole.params[0].view(-1)[low:high]):
             return "the updated parameter differs between whole and in pieces"
-        reason = _why_states_differ(piece.states[0], whole.states[0], low, high)
+        reason = _why_states_differ(piece.states[0], whole.states[0], low, high, tensor.numel())
         if reason:
             return reason
     return ""
 
 
-def _why_states_differ(piece: dict, whole: dict, low: int, high: int) -> str:
+def _why_states_differ(piece: dict, whole: dict, low: int, high: int, numel: int) -> str:
     if piece.keys() != whole.keys():
         return "the names of its states differ between whole and in pieces"
     for key, value in whole.items():
+        if not isinstance(value, (Tensor, *_PLAIN)):
+            return f"state {key!r} is an object of which nothing is known"
         if isinstance(value, Tensor) and value.dim() > 0:
-            if value.numel() != _CUTS[-1]:
+            if value.numel() != numel:
                 return f"state {key!r} has another shape than the parameter"
             value = value.reshape(-1)[low:high]
+            if piece[key].shape != value.shape:
+                return f"state {key!r} of a piece has another shape than the piece"
         if not _equal(piece[key], value):
             return f"state {key!r} differs between whole and in pieces"
     return ""
@@ -137,29 +157,61 @@ def _why_states_differ(piece: dict, whole: dict, low: int, high: int) -> str:
 def _trace(
     build: Callable[[Sequence[Tensor]], Optimizer],
     values: Sequence[Tensor],
-    cut: tuple[int, int] | None = None,
+    cut: _Cut | None = None,
+    bounds: tuple[int, int] = (0, 0),
+    first: int = 0,
     one_by_one: bool = False,
 ) -> _Trace:
-    """Step copies of ``values`` a few times and show everything that changed."""
+    """Step copies of ``values`` a few times and show everything that changed.
+
+    Args:
+        cut, bounds: the only value is this range of that tensor, and so is its gradient.
+        first: the values are the tensors from this one on, and so are their gradients.
+        one_by_one: step one tensor after the other.
+    """
     params = [torch.nn.Parameter(value.clone()) for value in values]
     optimizer = build(params)
+    _raise_learning_rate(optimizer)
     if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers want to be told
         optimizer.train()  # type: ignore[attr-defined]
 
     def set_gradients(step: int) -> None:
-        for position, param in enumerate(params):
-            shape = param.shape if cut is None else _SHAPE
+        for position, param in enumerate(params, first):
+            if step % 3 == 2:  # some optimizers act on gradients that are orthogonal to the parameter
+                param.grad = _quarter_turn(param.detach())
+                continue
+            shape = param.shape if cut is None else cut.shape
             gradient = _values(shape, param, phase=11 + 3 * step + position)
-            param.grad = gradient if cut is None else gradient.view(-1)[slice(*cut)]
+            param.grad = gradient if cut is None else gradient.view(-1)[slice(*bounds)].view(param.shape)
 
-    for step in range(_STEPS):
+    early: list[Tensor] = []
+    for step in range(_STEPS if cut is None else cut.steps):
+        if step == _EARLY:
+            early = [param.detach().clone() for param in params]
         set_gradients(step)
         for subset in [[param] for param in params] if one_by_one else [params]:
             with step_subset(optimizer, [{"params": subset}]):
                 run_step(optimizer, lambda step=step: _closure(params, set_gradients, step))
-    own = {key: value for key, value in vars(optimizer).items() if isinstance(value, (int, float))}
-    groups = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    return _Trace([p.detach() for p in params], [dict(optimizer.state.get(p, {})) for p in params], [*groups, own])
+    states = [dict(optimizer.state.get(param, {})) for param in params]
+    own = {key: value for key, value in vars(optimizer).items() if isinstance(value, (bool, int, float, Tensor))}
+    own |= {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    options = options_of(optimizer.param_groups[0])
+    return _Trace(early, [param.detach() for param in params], states, options, own)
+
+
+def _raise_learning_rate(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        rate = group.get("lr")
+        if isinstance(rate, Tensor):
+            group["lr"] = rate.clamp(min=_LEARNING_RATE)
+        elif isinstance(rate, float):
+            group["lr"] = max(rate, _LEARNING_RATE)
+
+
+def _quarter_turn(values: Tensor) -> Tensor:
+    """(a, b) -> (-b, a) for each pair of neighbours: orthogonal to ``values``, and so is each even range of it."""
+    pairs = values.reshape(-1, 2)
+    return torch.stack([-pairs[:, 1], pairs[:, 0]], dim=1).view(values.shape)
 
 
 def _closure(params: Sequence[Tensor], set_gradients: Callable[[int], None], step: int) -> Tensor:
@@ -178,7 +230,7 @@ def _values(shape: Sequence[int], like: Tensor, phase: int) -> Tensor:
 
 def _first_difference(a: _Trace, b: _Trace) -> str:
     """What differs between two traces of the same tensors, or nothing."""
-    if not all(map(_equal, a.params, b.params)):
+    if not all(map(_equal, a.early + a.params, b.early + b.params)):
         return "the parameter"
     for state_a, state_b in zip(a.states, b.states, strict=True):
         if state_a.keys() != state_b.keys():
@@ -186,15 +238,22 @@ def _first_difference(a: _Trace, b: _Trace) -> str:
         for key in state_a:
             if not _equal(state_a[key], state_b[key]):
                 return f"state {key!r}"
-    return "" if _equal(a.options, b.options) else "an option of the group"
+    if not _equal(a.options, b.options):
+        return "an option of the group"
+    return "" if _equal(a.own, b.own) else "an attribute of the optimizer"
 
 
 def _equal(a: Any, b: Any) -> bool:
     """Bit-equal, through dicts, lists and tuples."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
         return len(a) == len(b) and all(map(_equal, a, b))
     return type(a) is type(b) and (not isinstance(a, (int, float, str)) or a == b or a != a)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """As bytes, so that NaN equals NaN."""
+    return tensor.detach().reshape(-1).view(torch.uint8)

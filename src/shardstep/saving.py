@@ -36,15 +36,15 @@ def plain_form(param_groups: Sequence[dict[str, Any]], snapshot: Snapshot | None
             {key: value for key, value in group.items() if key != "params"}
             | {"params": [numbers[id(param)] for param in group["params"]]}
         )
-    state = {} if snapshot is None else {key: _outer_copy(value) for key, value in snapshot.states.items()}
+    state = {} if snapshot is None else {key: outer_copy(value) for key, value in snapshot.states.items()}
     form: dict[str, Any] = {"state": state, "param_groups": packed}
     if snapshot is not None and snapshot.to != rank:
         form[MARK] = snapshot.to
     return form
 
 
-def _outer_copy(value: Any) -> Any:
-    """So that a caller who edits the dict does not edit the snapshot."""
+def outer_copy(value: Any) -> Any:
+    """A dict of its own for somebody who may edit it."""
     return dict(value) if isinstance(value, dict) else value
 
 
@@ -74,19 +74,28 @@ def load_local(
     return undo
 
 
-def _check_form(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]]) -> None:
+def _check_form(state_dict: Any, param_groups: Sequence[dict[str, Any]]) -> None:
+    """That it is a full state dict for these groups, before anything is touched."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"load_state_dict expects a dict but got {_told(state_dict)}. {_REMEDY}")
     if MARK in state_dict:
         raise ValueError(
             f"load_state_dict expects the full state, but this dict was taken on a rank that did not receive it. "
             f"Load the one that rank {state_dict[MARK]} returned, to which the state was consolidated."
         )
-    for key in ("state", "param_groups"):
-        if key not in state_dict:
-            raise ValueError(
-                f"load_state_dict expects a dict with 'state' and 'param_groups' but got the keys "
-                f"{sorted(map(str, state_dict))}. Pass what state_dict() returned."
-            )
-    saved = state_dict["param_groups"]
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            "load_state_dict expects a dict with 'state' and 'param_groups' but got the keys "
+            f"{sorted(map(str, state_dict))}. {_REMEDY}"
+        )
+    states, saved = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(states, Mapping):
+        raise ValueError(f"load_state_dict expects a dict under 'state' but got {_told(states)}. {_REMEDY}")
+    if not isinstance(saved, (list, tuple)) or not all(isinstance(g, Mapping) and "params" in g for g in saved):
+        raise ValueError(
+            "load_state_dict expects a list of dicts with the key 'params' under 'param_groups' but got "
+            f"{_told(saved)}. {_REMEDY}"
+        )
     if len(saved) != len(param_groups):
         raise ValueError(
             f"loaded state dict has a different number of parameter groups: expects {len(param_groups)} but got "
@@ -95,9 +104,23 @@ def _check_form(state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, 
     for position, (group, saved_group) in enumerate(zip(param_groups, saved, strict=True)):
         if len(group["params"]) != len(saved_group["params"]):
             raise ValueError(
-                f"loaded state dict contains a parameter group that doesn't match the size of optimizer's group: group "
-                f"{position} expects {len(group['params'])} parameters but got {len(saved_group['params'])}."
+                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: group "
+                f"{position} expects {len(group['params'])} parameters but got {len(saved_group['params'])}. Build the "
+                "optimizer with the same groups as the one that was saved."
             )
+        for index in saved_group["params"]:
+            if not isinstance(states.get(index, {}), Mapping):
+                raise ValueError(
+                    f"load_state_dict expects a dict as the state of parameter {index} but got {_told(states[index])}. "
+                    f"{_REMEDY}"
+                )
+
+
+_REMEDY = "Pass what state_dict() returned."
+
+
+def _told(value: Any) -> str:
+    return f"a {type(value).__qualname__} ({str(value)[:60]})"
 
 
 def _local_form(state_dict: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
