@@ -16,7 +16,7 @@ def values(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float64) 
     """Normal numbers that are the same on every rank; complex ones for a complex dtype."""
     generator = torch.Generator().manual_seed(seed)
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    return torch.randn(*shape, generator=generator, dtype=wide).to(dtype)
+    return torch.randn(tuple(shape), generator=generator, dtype=wide).to(dtype)
 
 
 def parameters(shapes: Sequence[Sequence[int]], dtype: torch.dtype = torch.float64) -> list[Parameter]:

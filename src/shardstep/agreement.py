@@ -37,7 +37,7 @@ class Board:
     def __init__(self, group: Group, kind: str = "built") -> None:
         self._group = group
         self._meeting = 0
-        self._note = ""
+        self._note = self._reason = ""  # why the next, and the current, meeting is called
         # The k-th optimizer built on this group meets the k-th of the other ranks. Copies are counted apart:
         # they may be made on one rank only.
         self._instance = f"{kind}{group.store.add(f'shardstep/{kind}/{group.rank}', 1)}"
@@ -91,7 +91,7 @@ class Board:
         return "; ".join(found)
 
     def note(self, text: str) -> None:
-        """Say on the board why the next meeting is called, so that ``explain`` elsewhere can tell."""
+        """Say why this rank calls the next meeting, for messages here and on other ranks."""
         self._note = text
 
     def _prefix(self, meeting: int) -> str:
@@ -102,8 +102,8 @@ class Board:
 
     def _enter(self, call: str, entry: dict[str, str]) -> None:
         self._meeting += 1
-        entry = {"call": call, "note": self._note, **entry}
-        self._note = ""
+        self._reason, self._note = self._note, ""
+        entry = {"call": call, "note": self._reason, **entry}
         store, size = self._group.store, self._group.world_size
         store.set(self._key(f"entered/{self._group.rank}"), json.dumps(entry))
         if store.add(self._key("count"), 1) == size:
@@ -124,8 +124,9 @@ class Board:
         if not self._wait("verdict", timeout):
             store, key = self._group.store, self._key
             absent = [r for r in range(self._group.world_size) if not store.check([key(f"entered/{r}")])]
+            why = f" ({self._reason})" if self._reason else ""
             raise RuntimeError(
-                f"{call} expects a call on every rank of the group, but {_ranks(absent)} did not call it within "
+                f"{call}{why} expects a call on every rank of the group, but {_ranks(absent)} did not call it within "
                 f"{timeout.total_seconds():g} s. Call it on all {self._group.world_size} ranks, in the same order."
             )
         return json.loads(self._group.store.get(self._key("verdict")))

@@ -40,6 +40,22 @@ def unhooked_step(optimizer: Optimizer) -> Callable[..., Any]:
     return step.__get__(optimizer)
 
 
+def fire_pre_hooks(optimizer: Optimizer, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Call the step hooks that were registered on the local optimizer itself; return the arguments they leave."""
+    args: Any = (optimizer,)
+    for hook in optimizer._optimizer_step_pre_hooks.values():
+        changed = hook(optimizer, args, kwargs)
+        if changed is not None:
+            args, kwargs = changed
+    return kwargs
+
+
+def fire_post_hooks(optimizer: Optimizer, kwargs: dict[str, Any]) -> None:
+    """The counterpart of ``fire_pre_hooks``."""
+    for hook in optimizer._optimizer_step_post_hooks.values():
+        hook(optimizer, (optimizer,), kwargs)
+
+
 def run_step(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
     """Step without a closure if the optimizer allows it, else with ``closure``."""
     step = unhooked_step(optimizer)

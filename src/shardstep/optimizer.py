@@ -19,7 +19,7 @@ from shardstep.agreement import Board
 from shardstep.buckets import Exchange
 from shardstep.collectives import Handle
 from shardstep.layout import Layout
-from shardstep.local import copy_options, unhooked_step
+from shardstep.local import copy_options, fire_post_hooks, fire_pre_hooks, unhooked_step
 from shardstep.placement import Placement
 from shardstep.report import MemoryReport
 from shardstep.saving import Snapshot
@@ -76,13 +76,13 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         bucket_cap_mb: float = 25,
         **defaults: Any,
     ) -> None:
-        if overlap_with_ddp:
-            raise NotImplementedError(
-                "overlap_with_ddp=True is not available yet. Leave it out: step() after backward gives equal weights."
-            )
         self._placement: Placement | None = None  # None while torch's constructor adds the groups one by one
         self._meeting_place: Board | None = None
         with self._undone_everywhere("ZeroRedundancyOptimizer", process_group):
+            if overlap_with_ddp:
+                raise NotImplementedError(
+                    "overlap_with_ddp=True is not available yet. Leave it out: step() after backward gives equal weights."
+                )
             new_groups = groups.normalize(params)
             granularities = [groups.take_granularity(group, shard) for group in new_groups]
             groups.name_empty_groups(new_groups)
@@ -130,7 +130,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             with self._undone_everywhere("step"):
                 placement.check_still_trained()
         self._snapshot, self._stepped = None, True
-        borrowed = self._lend(active) if self._join_config.enable else None
+        # With a closure the gradients to lend are those it leaves behind: see _update_all.
+        borrowed = self._lend(active) if self._join_config.enable and not callable(closure) else None
         copy_options(self.param_groups, self.optim.param_groups)
         if borrowed is None:
             with self._own_gradients():
@@ -144,8 +145,9 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _update_and_gather(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
         placement, loss = self._placed, None
         in_flight: deque[tuple[Exchange, Handle]] = deque()
-        split = placement.splittable and closure is None and not kwargs
         try:
+            kwargs = fire_pre_hooks(self.optim, kwargs)
+            split = placement.splits and closure is None and not kwargs
             if not split:
                 loss = self._update_all(closure, kwargs)
             for position in placement.active_buckets:
@@ -158,6 +160,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                         self._finish(*in_flight.popleft())
                     with record_function("shardstep::gather"):
                         in_flight.append((exchange, exchange.start()))
+            fire_post_hooks(self.optim, kwargs)
         except Exception as error:
             self._board.fail("step", error)
             raise
@@ -176,8 +179,14 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if not callable(closure):
                 return step(closure=closure, **kwargs)
 
+            lends = self._join_config.enable
+
             def evaluate() -> Any:
+                nonlocal lends
                 loss = closure()
+                if lends:
+                    self._lend(active=True)
+                    lends = False
                 shard.bind_gradients()
                 return loss
 
@@ -342,10 +351,28 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         states = collect(self._group, placement.layout, described, to=None, chunk_bytes=2**24)
         return states.get(index, {})
 
+    @property
+    def state(self) -> StateView:  # type: ignore[override]
+        """The local optimizer's state, keyed by the user's parameters: see ``StateView``."""
+        return self._state_view
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        view = self.__dict__.get("_state_view")
+        if view is None:  # torch's constructor, before there is a local optimizer
+            return
+        view.clear()
+        for key, entry in value.items():
+            if entry:
+                view[key] = entry
+
     def _expose_state(self) -> None:
         placement = self._placed
         owned = {placement.params[index]: tensor for index, tensor in placement.shard.tensors.items()}
-        self.state = StateView(self._all_params, owned, lambda: self.optim.state)  # type: ignore[assignment]
+        self._state_view = StateView(self._all_params, owned, lambda: self.optim.state, self._state_was_edited)
+
+    def _state_was_edited(self) -> None:
+        self._snapshot, self._stepped = None, True
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: everything but the process group, which is found again by name, and the hooks."""

@@ -60,6 +60,7 @@ class Placement:
         self.has_eager_state = False  # whether the optimizer makes state when it is built
         self._views = BucketViews() if views else None
         self._subsets: list[list[dict[str, list]]] = []
+        self._owns_active = False
         self._in_module = False  # known with bucket views only
         self._watched: list[Tensor] = []
         self._pointers: list[int] = []
@@ -159,7 +160,7 @@ class Placement:
         """The first parameter whose activity changed, for messages on other ranks."""
         changes = zip(self.layout.specs, self.active, active, strict=True)
         spec, before, after = next(change for change in changes if change[1] != change[2])
-        return f"requires_grad of {spec.label} went from {before} to {after} there"
+        return f"requires_grad of {spec.label} went from {before} to {after} on rank {self._group.rank}"
 
     def activity_facts(self, active: Sequence[bool]) -> list[tuple[str, dict[str, str]]]:
         """What the ranks have to agree on after a change of requires_grad."""
@@ -223,6 +224,7 @@ class Placement:
                 exchange = Exchange(buckets[position], self.params, active, self._group, buffers[position])
                 self.exchanges[position] = None if exchange.empty else exchange
         self._subsets = [self._subset(position) for position in range(len(buckets))]
+        self._owns_active = any(part["params"] for position in self.active_buckets for part in self._subsets[position])
         self._watched = list(self.params.values())
         self._pointers = list(map(Tensor.data_ptr, self._watched))
 
@@ -236,6 +238,11 @@ class Placement:
                 part["param_names"] = [self.layout.spec_of[index].name for index in inside]
             subset.append(part)
         return subset
+
+    @property
+    def splits(self) -> bool:
+        """Whether a step goes bucket by bucket. A rank that owns nothing active steps its empty groups once instead."""
+        return self.splittable and self._owns_active
 
     # --- stepping -------------------------------------------------------------------------------------------------
 

@@ -30,21 +30,46 @@ class StateView(MutableMapping):
     state of this rank's piece. Keys that are no tensors, which some optimizers use, are passed on.
     """
 
-    def __init__(self, params: Sequence[Tensor], owned: Mapping[Tensor, Tensor], state: Callable[[], Any]) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor],
+        owned: Mapping[Tensor, Tensor],
+        state: Callable[[], Any],
+        on_change: Callable[[], None],
+    ) -> None:
         self._params = dict.fromkeys(params)
         self._owned = owned  # the user's parameter -> the tensor that the local optimizer steps
         self._state = state  # a function, because optimizers replace the object when they load
+        self._on_change = on_change
 
     def __getitem__(self, key: Any) -> Any:
+        """As in torch's own: the entry of a parameter without state is made, so that it can be filled."""
         if key in self._owned:
-            return self._state().get(self._owned[key], {})
-        if isinstance(key, Tensor):
-            if key in self._params:
-                return {}
+            return self._state().setdefault(self._owned[key], {})
+        return self._look_up(key)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self._look_up(key) if key in self else default
+
+    def items(self) -> Any:
+        """Like ``values``, without making entries."""
+        return {key: self._look_up(key) for key in self}.items()
+
+    def values(self) -> Any:
+        return [self._look_up(key) for key in self]
+
+    def _look_up(self, key: Any) -> Any:
+        if not isinstance(key, Tensor):
+            return self._state()[key]
+        if key not in self._params:
             raise KeyError(key)
-        return self._state()[key]
+        return self._state().get(self._owned[key], {}) if key in self._owned else {}
+
+    def __contains__(self, key: Any) -> bool:
+        return key in self._params if isinstance(key, Tensor) else key in self._state()
 
     def __setitem__(self, key: Any, value: Any) -> None:
+        self._on_change()
         if isinstance(key, Tensor) and key not in self._owned:
             if key in self._params and not value:
                 return
@@ -52,7 +77,13 @@ class StateView(MutableMapping):
         self._state()[self._owned.get(key, key)] = value
 
     def __delitem__(self, key: Any) -> None:
+        self._on_change()
         self._state().pop(self._owned.get(key, key), None)
+
+    def clear(self) -> None:
+        """Forget all state of this rank. (Entries stay, empty, so the inherited loop would never end.)"""
+        self._on_change()
+        self._state().clear()
 
     def __iter__(self) -> Iterator[Any]:
         yield from self._params
@@ -62,7 +93,7 @@ class StateView(MutableMapping):
         return sum(1 for _ in self)
 
     def __repr__(self) -> str:
-        return f"StateView({dict(self)!r})"
+        return f"StateView({dict(self.items())!r})"
 
 
 def cut(value: Any, spec: ParamSpec, piece: Piece, name: str) -> Any:

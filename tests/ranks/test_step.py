@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
@@ -179,8 +180,8 @@ def _hooks(rank, world_size):
     opt.register_step_pre_hook(lambda o, args, kwargs: seen.append(("pre", o is opt)))
     opt.register_step_post_hook(lambda o, args, kwargs: seen.append(("post", o is opt)))
     handles = [
-        torch.optim.optimizer.register_optimizer_step_pre_hook(lambda o, a, k: seen.append(("all pre", o is opt))),
-        torch.optim.optimizer.register_optimizer_step_post_hook(lambda o, a, k: seen.append(("all post", o is opt))),
+        register_optimizer_step_pre_hook(lambda o, a, k: seen.append(("all pre", o is opt))),
+        register_optimizer_step_post_hook(lambda o, a, k: seen.append(("all post", o is opt))),
     ]
     for param in opt._all_params:
         param.grad = torch.ones_like(param)

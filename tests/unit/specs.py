@@ -40,24 +40,27 @@ world_sizes = st.integers(1, 64)
 caps = st.sampled_from([1, 64, 4096, 2**16, 2**20, DEFAULT_CAP])
 
 
-@st.composite
-def spec_lists(draw, granularities: Sequence[str] = ("element", "tensor"), trainable=st.booleans(), max_size=30):
+def spec_lists(
+    granularities: Sequence[str] = ("element", "tensor"), trainable: Sequence[bool] = (True, False), max_size: int = 24
+) -> st.SearchStrategy[list[ParamSpec]]:
     """Specs of several groups, as an optimizer makes them: indices ascend (with gaps: tied weights), so do groups."""
-    specs, index, group = [], 0, 0
-    for _ in range(draw(st.integers(0, max_size))):
-        index += draw(st.sampled_from([1, 1, 1, 2]))
-        group += draw(st.sampled_from([0, 0, 0, 1]))
-        specs.append(
-            spec(
-                index,
-                draw(numels),
-                draw(st.sampled_from(granularities)),
-                dtype=draw(st.sampled_from(sorted(ITEMSIZES))),
-                device=draw(st.sampled_from(DEVICES)),
-                trainable=draw(trainable),
-                group=group,
-            )
-        )
+    row = st.tuples(
+        numels,
+        st.sampled_from(granularities),
+        st.sampled_from(sorted(ITEMSIZES)),
+        st.sampled_from(DEVICES),
+        st.sampled_from(trainable),
+        st.sampled_from([1, 1, 1, 2]),  # how far the index moves on
+        st.sampled_from([0, 0, 0, 1]),  # and the group
+    )
+    return st.lists(row, max_size=max_size).map(_number)
+
+
+def _number(rows: Sequence[tuple]) -> list[ParamSpec]:
+    specs, index, group = [], -1, 0
+    for numel, granularity, dtype, device, trainable, further, opens_group in rows:
+        index, group = index + further, group + opens_group
+        specs.append(spec(index, numel, granularity, dtype=dtype, device=device, trainable=trainable, group=group))
     return specs
 
 
