@@ -18,11 +18,29 @@ import torch
 import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "shardstep"])
+# Whatever a worker's test module imports is imported once, not once per rank.
+_context.set_forkserver_preload(
+    [
+        "torch",
+        "torch.distributed",
+        "torch._dynamo",
+        "torch.distributed.optim",
+        "torch.distributed.checkpoint.state_dict",
+        "accelerate",
+        "pytest",
+        "numpy",
+        "shardstep",
+    ]
+)
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout: float = 90, pg_timeout: float = 60, **kwargs: Any
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 90,
+    pg_timeout: float = 60,
+    **kwargs: Any,
 ) -> list[Any]:
     """``function(rank, world_size, *args, **kwargs)`` on every rank of a gloo group; the results by rank.
 
@@ -77,6 +95,7 @@ def _work(function, rank, world_size, port, pg_timeout, sender, args, kwargs) ->
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=pg_timeout)
         )
+        dist.barrier()  # a rank that is done must not leave while slower ones still connect
         result = function(rank, world_size, *args, **kwargs)
         buffer = io.BytesIO()
         torch.save(result, buffer)

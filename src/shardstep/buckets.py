@@ -59,11 +59,14 @@ class Shard:
             tensor = self.tensors.pop(index, None)
             self._cut = [cut for cut in self._cut if cut[1] is not tensor]
 
+    @property
+    def cut_params(self) -> list[Tensor]:
+        """The parameters of which this rank has a part."""
+        return [param for param, _, _ in self._cut]
+
     def bind(self) -> None:
         """Point the tensors of cut parameters at the memory that the parameters have now."""
         for param, tensor, where in self._cut:
-            if not param.is_contiguous():  # a range of elements must be a range of memory
-                param.data = param.data.contiguous()
             tensor.data = _flat(param)[where]
 
     def bind_gradients(self) -> None:
@@ -211,7 +214,7 @@ class _Staging:
         theirs = [piece for owner, pieces in enumerate(packed) if owner != rank for piece in pieces]
         # A whole parameter is copied to as itself, whatever memory it has; only ranges of one depend on its address.
         self._targets = [
-            params[piece.param].detach() if piece.whole else _flat(params[piece.param])[piece.start : piece.stop]
+            params[piece.param] if piece.whole else _flat(params[piece.param])[piece.start : piece.stop]
             for piece in theirs
         ]
         mine = [params[piece.param] for piece in packed[rank]]
@@ -220,7 +223,7 @@ class _Staging:
             _flat(param)[piece.start : piece.stop] if self._contiguous or not piece.whole else param.detach()
             for param, piece in zip(mine, packed[rank], strict=True)
         ]
-        self.addressed = [params[piece.param] for pieces in packed for piece in pieces]
+        self.addressed = mine + [params[piece.param] for piece in theirs if not piece.whole]
         self._buffer: Tensor | None = None
         self._slots: list[Tensor] = []  # where the targets' values arrive
         self._packed = packed
@@ -243,7 +246,8 @@ class _Staging:
     def unpack(self) -> None:
         """Copy what arrived to the parameters of the other ranks."""
         if self._targets:
-            torch._foreach_copy_(self._targets, self._slots)
+            with torch.no_grad():
+                torch._foreach_copy_(self._targets, self._slots)
         if self._buffer is not None and self._buffer.nbytes > KEPT_BYTES:
             self._buffer, self._slots = None, []
 

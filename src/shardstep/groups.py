@@ -25,6 +25,7 @@ def normalize(params: Any) -> list[dict[str, Any]]:
             "params expects an iterable of Tensors or dicts, but got a single tensor of type "
             f"{torch.typename(params)}. Pass [tensor]."
         )
+    _check_ordered(params)
     try:
         items = list(params)
     except TypeError as error:
@@ -55,17 +56,20 @@ def normalize_group(group: Any) -> dict[str, Any]:
         raise ValueError(f"a parameter group expects the key 'params' but got {sorted(map(str, group))}. Add it.")
     group = dict(group)
     params = group["params"]
-    if isinstance(params, set):
-        raise TypeError(
-            "a parameter group expects an ordered collection of parameters but got a set, whose order differs between "
-            "runs and ranks. Pass a list."
-        )
+    _check_ordered(params)
     group["params"] = [params] if isinstance(params, Tensor) else list(params)
     for item in group["params"]:
         tensor = item[1] if _is_named(item) else item
         if isinstance(tensor, Tensor):  # anything else is refused by torch's own check
             _check_dense(tensor)
     return group
+
+
+def _check_ordered(params: Any) -> None:
+    if isinstance(params, (set, frozenset)):
+        raise TypeError(
+            "params expects an ordered collection but got a set, whose order differs between ranks. Pass a list."
+        )
 
 
 def _check_dense(tensor: Tensor) -> None:

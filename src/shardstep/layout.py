@@ -97,6 +97,13 @@ class Bucket:
             if low < high:
                 yield Piece(self.params[i], low - offset, high - offset, self.position, low, high - low == numel)
 
+    def cut_params(self, world_size: int) -> Iterator[int]:
+        """The parameters that lie across a cut (one that lies across several comes several times)."""
+        for position in self.cuts[1:world_size] if self.cuts is not None else ():
+            i = bisect_right(self.offsets, position) - 1
+            if self.offsets[i] < position < self.offsets[i] + self.numels[i]:
+                yield self.params[i]
+
     def _owned(self, rank: int) -> tuple[int, int]:
         assert self.owners is not None
         return bisect_left(self.owners, rank), bisect_right(self.owners, rank)
@@ -119,6 +126,11 @@ class Layout:
     def bucket_of(self) -> dict[int, int]:
         """Parameter index -> position of its bucket."""
         return {index: bucket.position for bucket in self.buckets for index in bucket.params}
+
+    @cached_property
+    def cut_params(self) -> frozenset[int]:
+        """The parameters that are cut between ranks."""
+        return frozenset(index for bucket in self.buckets for index in bucket.cut_params(self.world_size))
 
     def pieces(self, rank: int) -> list[Piece]:
         """The shard of ``rank``: all its pieces, in bucket order."""

@@ -81,7 +81,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         with self._undone_everywhere("ZeroRedundancyOptimizer", process_group):
             if overlap_with_ddp:
                 raise NotImplementedError(
-                    "overlap_with_ddp=True is not available yet. Leave it out: step() after backward gives equal weights."
+                    "overlap_with_ddp=True is not available yet. Leave it out: stepping after backward gives the same."
                 )
             new_groups = groups.normalize(params)
             granularities = [groups.take_granularity(group, shard) for group in new_groups]
@@ -162,7 +162,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                         in_flight.append((exchange, exchange.start()))
             fire_post_hooks(self.optim, kwargs)
         except Exception as error:
-            self._board.fail("step", error)
+            clearer = placement.kind_error()
+            self._board.fail("step", clearer or error)
+            if clearer is not None:
+                raise clearer from error
             raise
         finally:
             # Also after an exception: what was launched must not write into memory that somebody else has by then.

@@ -21,7 +21,7 @@ from shardstep import partition
 from shardstep.buckets import BucketViews, Exchange, Shard
 from shardstep.codec import dtype_name
 from shardstep.collectives import Group
-from shardstep.layout import Layout, ParamSpec
+from shardstep.layout import Layout
 from shardstep.local import options_of, step_subset, unhooked_step
 from shardstep.probe import Verdict, examine
 
@@ -41,7 +41,7 @@ class Placement:
         views: bool,
     ) -> None:
         _check_optimizer_class(optimizer_class)
-        if not isinstance(bucket_cap_mb, (int, float)) or not bucket_cap_mb > 0:
+        if not isinstance(bucket_cap_mb, (int, float)) or not 0 < bucket_cap_mb < float("inf"):
             raise ValueError(f"bucket_cap_mb expects a size above 0 in MiB but got {bucket_cap_mb!r}. Use 25.")
         self._group: Group = group
         self._optimizer_class = optimizer_class
@@ -175,7 +175,7 @@ class Placement:
         self._plan()
 
     def moved(self) -> bool:
-        """Whether a parameter has other memory than at the last ``bind``. One pass in C."""
+        """Whether a parameter that this rank has the address of has other memory by now. One pass in C."""
         return list(map(Tensor.data_ptr, self._watched)) != self._pointers
 
     def check_still_trained(self) -> None:
@@ -195,22 +195,30 @@ class Placement:
 
     def bind(self) -> None:
         """Follow the parameters to the memory that they have now, or bring them back into their bucket views."""
-        for spec in self.layout.specs:
-            self._check_same_kind(spec, self.params[spec.index])
+        error = self.kind_error()
+        if error is not None:
+            raise error
         if self._views is not None:
             self._views.bind(self.params)
+        for index in self.layout.cut_params:  # on every rank alike: a range of elements must be a range of memory
+            if not self.params[index].is_contiguous():
+                self.params[index].data = self.params[index].data.contiguous()
         self.shard.bind()
         self._plan()
 
-    def _check_same_kind(self, spec: ParamSpec, param: Tensor) -> None:
-        now = tuple(param.shape), dtype_name(param.dtype), param.device.type
-        then = spec.shape, spec.dtype, spec.device.split("#")[0]
-        if now != then:
-            raise RuntimeError(
-                f"{spec.label} expects to stay as it was when the optimizer was built (shape {then[0]}, {then[1]}, "
-                f"{then[2]}), but it is now (shape {now[0]}, {now[1]}, {now[2]}). Convert the model first and build "
-                "the optimizer afterwards."
-            )
+    def kind_error(self) -> RuntimeError | None:
+        """What to raise if a parameter has another shape, dtype or device type than when it was placed."""
+        for spec in self.layout.specs:
+            param = self.params[spec.index]
+            now = tuple(param.shape), dtype_name(param.dtype), param.device.type
+            then = spec.shape, spec.dtype, spec.device.split("#")[0]
+            if now != then:
+                return RuntimeError(
+                    f"{spec.label} expects to stay as it was when the optimizer was built (shape {then[0]}, {then[1]}, "
+                    f"{then[2]}), but it is now (shape {now[0]}, {now[1]}, {now[2]}). Convert the model first and "
+                    "build the optimizer afterwards."
+                )
+        return None
 
     def _plan(self) -> None:
         """What a step has to do, bucket by bucket."""
@@ -225,8 +233,16 @@ class Placement:
                 self.exchanges[position] = None if exchange.empty else exchange
         self._subsets = [self._subset(position) for position in range(len(buckets))]
         self._owns_active = any(part["params"] for position in self.active_buckets for part in self._subsets[position])
-        self._watched = list(self.params.values())
+        self._watched = self._addressed()
         self._pointers = list(map(Tensor.data_ptr, self._watched))
+
+    def _addressed(self) -> list[Tensor]:
+        """The parameters whose memory this rank has an address of: only they can move away under our feet."""
+        if self._views is not None:
+            return list(self.params.values())
+        exchanges = [exchange for exchange in self.exchanges if exchange is not None]
+        addressed = [param for exchange in exchanges for param in exchange.addressed]
+        return list({id(param): param for param in [*self.shard.cut_params, *addressed]}.values())
 
     def _subset(self, bucket: int) -> list[dict[str, list]]:
         """Per group, this rank's pieces of one bucket."""

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.optim
 from torch import Tensor
 
 import shardstep
@@ -27,7 +26,9 @@ def adamw(params: Any, **options: Any) -> torch.optim.Optimizer:
 
 
 def torch_zero(params: Any, **options: Any) -> torch.optim.Optimizer:
-    return torch.distributed.optim.ZeroRedundancyOptimizer(params, torch.optim.AdamW, **{**OPTIONS, **options})
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # slow to import, so only where it is needed
+
+    return ZeroRedundancyOptimizer(params, torch.optim.AdamW, **{**OPTIONS, **options})
 
 
 def sharded(params: Any, **options: Any) -> shardstep.ZeroRedundancyOptimizer:

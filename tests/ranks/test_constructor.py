@@ -60,7 +60,12 @@ FORMS = {
         {"params": ((f"w{i}", one) for i, one in enumerate(p[1:])), "lr": 0.2},
     ],
     "an empty group first": lambda p: [{"params": []}, {"params": p}],
-    "empty groups all over": lambda p: [{"params": p[:2]}, {"params": [], "lr": 7.0}, {"params": p[2:]}, {"params": []}],
+    "empty groups all over": lambda p: [
+        {"params": p[:2]},
+        {"params": [], "lr": 7.0},
+        {"params": p[2:]},
+        {"params": []},
+    ],
     "an empty group beside named ones": lambda p: [
         {"params": [(f"w{i}", one) for i, one in enumerate(p)]},
         {"params": [], "weight_decay": 0.0},
@@ -418,7 +423,7 @@ def test_a_dtensor_is_refused_with_the_remedy():
 def _outsider(rank, world_size):
     group = dist.new_group([0, 1])
     if rank == 2:
-        with pytest.raises(ValueError, match="process_group.*2"):
+        with pytest.raises(ValueError, match=r"process_group.*2"):
             ZeroRedundancyOptimizer(parameters(SHAPES), torch.optim.Adam, process_group=group)
         return
     twins = Twins(lambda: parameters(SHAPES), torch.optim.Adam, sharded={"process_group": group})

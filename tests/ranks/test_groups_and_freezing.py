@@ -440,9 +440,7 @@ def _built_frozen(rank, world_size):
         return made
 
     for shard, views in MODES:
-        twins = Twins(
-            params, torch.optim.AdamW, sharded={"shard": shard, "parameters_as_bucket_view": views}, lr=0.1
-        )
+        twins = Twins(params, torch.optim.AdamW, sharded={"shard": shard, "parameters_as_bucket_view": views}, lr=0.1)
         twins.step(1, skip=range(5))
         assert twins.opt.memory().state == 0
         for thawed in range(5):

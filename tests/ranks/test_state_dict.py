@@ -846,3 +846,113 @@ def mixed_dtypes(rank: int, world: int) -> None:
 
 def test_loaded_state_takes_the_dtype_that_the_plain_optimizer_would_give_it():
     run_ranks(mixed_dtypes, 3)
+
+
+# --- odd parameters ---------------------------------------------------------------------------------------------------
+
+
+def odd_parameters() -> list:
+    """0-dim, without elements, flat, two that are not contiguous, complex."""
+    scalar, empty, row, image, matrix = parameters([(), (0, 3), (5,), (2, 3, 2, 2), (3, 7)])
+    image.data = image.data.to(memory_format=torch.channels_last)
+    matrix.data = matrix.data.t()
+    phase = torch.nn.Parameter(torch.complex(row.detach(), row.detach().flip(0)))
+    return [scalar, empty, row, image, matrix, phase]
+
+
+def odd_parameters_saved_and_loaded(rank: int, world: int, shard: str) -> None:
+    for views in (False, True):
+        params, other = odd_parameters(), odd_parameters()
+        tied, other_tied = [*params, params[2]], [*other, other[2]]  # a weight that is listed twice
+        options = {"lr": 0.1, "shard": shard, "parameters_as_bucket_view": views}
+        optimizer, oracle = ZeroRedundancyOptimizer(tied, Adam, **options), Adam(other_tied, lr=0.1)
+        train(optimizer, params, range(2))
+        train(oracle, other, range(2))
+        assert_same(values_of(params), values_of(other), f"trained, views={views}")
+        for param, twin in zip(params, other, strict=True):
+            assert_same(optimizer.full_state(param), oracle.state[twin])
+        optimizer.consolidate_state_dict(to=world - 1)
+        if rank == world - 1:
+            # torch numbers a weight that is listed twice by its last place, we by its first: both load both.
+            reader = Adam(other_tied, lr=0.5)
+            reader.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            assert_same(reader.state_dict(), oracle.state_dict(), f"read by the plain optimizer, views={views}")
+        again = ZeroRedundancyOptimizer(tied, Adam, **options)
+        again.load_state_dict(copy.deepcopy(oracle.state_dict()))
+        train(again, params, [2, 3])
+        train(oracle, other, [2, 3])
+        assert_same(values_of(params), values_of(other), f"trained on, views={views}")
+
+
+@pytest.mark.parametrize(("world", "shard"), [(1, "auto"), (3, "auto"), (4, "tensor")])
+def test_scalars_empty_strided_complex_and_tied_parameters_are_saved_and_loaded(world, shard):
+    run_ranks(odd_parameters_saved_and_loaded, world, shard)
+
+
+def eager_state_on_few_ranks(rank: int, world: int) -> None:
+    """Adagrad makes state when it is built; with fewer tensors than ranks some ranks have none."""
+    shapes = [(5,), (4, 3)]
+    for shard in ("tensor", "auto"):
+        params, other = parameters(shapes), parameters(shapes)
+        optimizer = ZeroRedundancyOptimizer(params, Adagrad, lr=0.1, initial_accumulator_value=0.5, shard=shard)
+        oracle = Adagrad(other, lr=0.1, initial_accumulator_value=0.5)
+        optimizer.consolidate_state_dict()
+        if rank == 0:
+            assert_same(optimizer.state_dict(), oracle.state_dict(), "state that was made with the optimizer")
+        train(optimizer, params, range(2))
+        train(oracle, other, range(2))
+        # A dict that holds state for one parameter only: the other starts as new.
+        full = copy.deepcopy(oracle.state_dict())
+        del full["state"][1]
+        optimizer.load_state_dict(full)
+        fresh = Adagrad(other, lr=0.1, initial_accumulator_value=0.5)
+        fresh.state[other[0]] = oracle.state[other[0]]
+        train(optimizer, params, [2])
+        train(fresh, other, [2])
+        assert_same(values_of(params), values_of(other), shard)
+        optimizer.consolidate_state_dict(to=world - 1)
+        if rank == world - 1:
+            assert_same(optimizer.state_dict(), fresh.state_dict(), shard)
+
+
+@pytest.mark.parametrize("world", [1, 3, 4])
+def test_state_that_is_made_with_the_optimizer_is_consolidated_and_completed(world):
+    run_ranks(eager_state_on_few_ranks, world)
+
+
+def frozen_and_added(rank: int, world: int) -> None:
+    """Saved after a freeze and an added group; what never trained has no state, what is frozen keeps its own."""
+    params, other = parameters(), parameters()
+    optimizer, oracle = ZeroRedundancyOptimizer(params[:4], Adam, lr=0.1), Adam(other[:4], lr=0.1)
+    params[3].requires_grad_(False)
+    other[3].requires_grad_(False)
+
+    def steps(which: range) -> None:
+        for step in which:
+            for mine, stepper in ((params, optimizer), (other, oracle)):
+                set_gradients(mine, step)
+                for param in mine:
+                    param.grad = param.grad if param.requires_grad else None
+                stepper.step()
+
+    steps(range(2))
+    for mine, stepper in ((params, optimizer), (other, oracle)):
+        mine[0].requires_grad_(False)
+        stepper.add_param_group({"params": mine[4:], "lr": 0.3})
+    steps(range(2, 4))
+    optimizer.consolidate_state_dict()
+    if rank == 0:
+        assert_same(optimizer.state_dict(), oracle.state_dict())
+        assert 3 not in optimizer.state_dict()["state"]
+    again = ZeroRedundancyOptimizer([{"params": params[:4]}, {"params": params[4:]}], Adam, lr=0.1, shard="tensor")
+    again.load_state_dict(copy.deepcopy(oracle.state_dict()))
+    optimizer = again
+    for mine in (params, other):
+        mine[0].requires_grad_(True)
+    steps(range(4, 6))
+    assert_same(values_of(params), values_of(other))
+
+
+@WORLDS
+def test_frozen_parameters_keep_their_state_in_the_dict_and_untrained_ones_have_none(world):
+    run_ranks(frozen_and_added, world)

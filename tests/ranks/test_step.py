@@ -99,8 +99,8 @@ def _what_arrives(rank, world_size):
         assert opt.optim.seen == [(None, {"kwarg": bag})]
         assert opt.optim.seen[0][1]["kwarg"] is bag
         opt.optim.seen.clear()
-        calls = []
-        opt.step(lambda: calls.append(1), kwarg=3)
+        calls: list[int] = []
+        opt.step(lambda calls=calls: calls.append(1), kwarg=3)
         assert opt.optim.seen[0][1] == {"kwarg": 3}
         assert calls == [1]
 
@@ -343,15 +343,15 @@ def _graph_errors(params, step) -> list[bool]:
         param.grad = torch.ones_like(param)
     losses = [(param * param).sum() for param in params]
     step()
-    refused = []
-    for param, loss in zip(params, losses, strict=True):
-        try:
-            torch.autograd.grad(loss, param)
-            refused.append(False)
-        except RuntimeError as error:
-            assert "modified by an inplace operation" in str(error)
-            refused.append(True)
-    return refused
+    return [_is_refused(loss, param) for param, loss in zip(params, losses, strict=True)]
+
+
+def _is_refused(loss, param) -> bool:
+    try:
+        torch.autograd.grad(loss, param)
+    except RuntimeError as error:
+        return "modified by an inplace operation" in str(error)
+    return False
 
 
 def _stale_graph(rank, world_size):

@@ -268,19 +268,22 @@ def test_sizes_9_7_5_3_per_rank_give_24_elements_each(world_size, trainable, gra
 
 
 @pytest.mark.parametrize("granularity", ["element", "tensor"])
-@pytest.mark.parametrize("first_frozen", [False, True])
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_an_added_frozen_tensor_lands_on_the_emptiest_rank(world_size, first_frozen, granularity):
-    """torch's own test: [9, 7, 5, 3] per rank without the last, then one frozen tensor of 3 elements.
-
-    Also with the first parameter frozen from the start, as torch does.
-    """
+def test_an_added_frozen_tensor_lands_on_the_emptiest_rank(world_size, granularity):
+    """torch's own test: [9, 7, 5, 3] per rank without the last, then one frozen tensor of 3 elements."""
     sizes = ([9, 7, 5, 3] * world_size)[:-1]
-    specs = specs_of_sizes(sizes, granularity)
-    specs[0] = specs[0]._replace(trainable=not first_frozen)
-    layout = partition(specs, world_size, DEFAULT_CAP)
+    layout = partition(specs_of_sizes(sizes, granularity), world_size, DEFAULT_CAP)
     layout = extend(layout, [spec(len(sizes), 3, granularity, trainable=False, group=1)], DEFAULT_CAP)
     assert loads_of(layout) == [24] * world_size
+
+
+def test_a_big_frozen_tensor_does_not_take_the_trainable_ones_from_a_rank():
+    """torch's other case: it gives the rank with the frozen 100 elements nothing to train."""
+    specs = specs_of_sizes([100, 3, 5, 2, 6, 4], "tensor")
+    specs[0] = specs[0]._replace(trainable=False)
+    layout = partition(specs, 2, DEFAULT_CAP)
+    assert loads_of(layout, True) == [10, 10]
+    assert loads_of(extend(layout, [spec(6, 3, "tensor", trainable=False, group=1)], DEFAULT_CAP)) == [110, 13]
 
 
 # --- buckets ----------------------------------------------------------------------------------------------------------

@@ -1,0 +1,188 @@
+"""The arrows between the modules, read off their imports. Change the table only with the design."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import shardstep
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "shardstep"
+FILES = sorted(SOURCE.rglob("*.py"))
+MODULES = {path.stem: path for path in FILES if path.parent == SOURCE}
+USERS = sorted(path for folder in ("examples", "benchmarks") for path in (ROOT / folder).rglob("*.py"))
+
+# Who may import whom. Every module stands below those that import it: layers from the bottom up.
+ARROWS = {
+    "layout": set(),
+    "codec": set(),
+    "local": set(),
+    "collectives": set(),
+    "partition": {"layout"},
+    "report": {"layout"},
+    "probe": {"local"},
+    "agreement": {"collectives"},
+    "replicas": {"collectives", "layout"},
+    "buckets": {"collectives", "layout"},
+    "groups": {"codec", "layout", "local"},
+    "uneven": {"codec", "collectives", "layout", "local"},
+    "state": {"buckets", "codec", "collectives", "layout"},
+    "placement": {"buckets", "codec", "collectives", "groups", "layout", "local", "partition", "probe"},
+    "saving": {"codec", "local", "placement", "state"},
+    "optimizer": {
+        "agreement",
+        "buckets",
+        "collectives",
+        "groups",
+        "local",
+        "placement",
+        "replicas",
+        "report",
+        "saving",
+        "state",
+        "uneven",
+    },
+    "__init__": {"optimizer", "report"},
+}
+PURE = ("layout", "partition")
+# Names that would let bytes from elsewhere become objects.
+FORBIDDEN = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "eval", "exec")
+FORBIDDEN_OF_TORCH = ("load", "save", "broadcast_object", "_broadcast_object", "broadcast_object_list")
+FORBIDDEN_OF_TORCH += ("all_gather_object", "gather_object", "scatter_object_list", "send_object_list")
+FORBIDDEN_OF_TORCH += ("recv_object_list", "_tensor_to_object", "_object_to_tensor")
+
+
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), filename=str(path))
+
+
+def imports_of(path: Path) -> Iterator[str]:
+    """Full names of everything that a file imports, also inside functions and under TYPE_CHECKING."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path.name} line {node.lineno}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def dotted_names_of(path: Path) -> Iterator[str]:
+    """Every a.b.c that occurs in a file, longest form and its beginnings."""
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, (ast.Attribute, ast.Name)):
+            yield ast.unparse(node)
+
+
+def own_imports_of(path: Path) -> set[str]:
+    """Which modules of the package a file imports: "shardstep.layout.Piece" and "shardstep.layout" are layout."""
+    found = set()
+    for name in imports_of(path):
+        first, *rest = name.split(".")
+        if first == "shardstep":
+            found.add(rest[0] if rest and rest[0] in MODULES else "__init__")
+    return found
+
+
+def test_every_module_has_its_row_in_the_table():
+    assert set(MODULES) == set(ARROWS)
+    assert all(path.parent == SOURCE for path in FILES)
+
+
+@pytest.mark.parametrize("module", ARROWS)
+def test_modules_import_only_what_the_table_allows(module):
+    assert own_imports_of(MODULES[module]) <= ARROWS[module]
+
+
+@pytest.mark.parametrize("module", ARROWS)
+def test_the_table_allows_no_more_than_is_used(module):
+    assert ARROWS[module] <= own_imports_of(MODULES[module])
+
+
+def test_arrows_point_one_way():
+    """In the order of the table every module imports only earlier ones, so there is no cycle."""
+    order = list(ARROWS)
+    for module, allowed in ARROWS.items():
+        assert allowed <= set(order[: order.index(module)]), module
+
+
+def test_nothing_but_the_package_itself_imports_the_optimizer():
+    assert [module for module, path in MODULES.items() if "optimizer" in own_imports_of(path)] == ["__init__"]
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_layout_and_partition_are_pure(module):
+    """No torch, no files, no processes, no clock: the same layout on every rank and machine."""
+    outside = {name.split(".")[0] for name in imports_of(MODULES[module])} - {"shardstep"}
+    assert outside <= {"__future__", "bisect", "collections", "dataclasses", "functools", "hashlib", "heapq", "typing"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_only_collectives_touches_torch_distributed(path):
+    allowed = {
+        "collectives": ("torch.distributed",),
+        "optimizer": ("torch.distributed.algorithms.join",),  # the base class that the contract asks for
+    }.get(path.stem, ())
+    touched = {
+        name
+        for name in [*imports_of(path), *dotted_names_of(path)]
+        if name == "torch.distributed" or name.startswith(("torch.distributed.", "torch._C._distributed"))
+    }
+    assert [name for name in touched if not name.startswith(allowed or ("-",))] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_no_module_unpickles_or_evaluates_anything(path):
+    for name in [*imports_of(path), *dotted_names_of(path)]:
+        parts = name.split(".")
+        assert parts[0] not in FORBIDDEN, f"{path.name}: {name}"
+        assert not (parts[0] in ("torch", "dist", "c10d") and parts[-1] in FORBIDDEN_OF_TORCH), f"{path.name}: {name}"
+        assert "object_list" not in name, f"{path.name}: {name}"
+        assert "broadcast_object" not in name, f"{path.name}: {name}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_only_dependency_is_torch(path):
+    outside = {name.split(".")[0] for name in imports_of(path)} - {"shardstep", "torch"}
+    assert outside <= sys.stdlib_module_names
+
+
+def test_there_is_no_module_of_leftovers():
+    names = {path.stem for path in [*FILES, *USERS, *(ROOT / "tests").rglob("*.py")]}
+    assert not names & {"utils", "util", "helpers", "common", "misc"}
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_no_module_keeps_state(path):
+    """At module level there are definitions and constants: no list, dict or set that could be written to."""
+    allowed = ("__all__",)
+    for node in tree_of(path).body:
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            names = [ast.unparse(target) for target in targets]
+            mutable = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+            assert not isinstance(node.value, mutable) or all(name in allowed for name in names), names
+    assert not any(isinstance(node, ast.Global) for node in ast.walk(tree_of(path)))
+
+
+def test_public_names_exist():
+    assert shardstep.__all__ == sorted(shardstep.__all__)
+    assert all(hasattr(shardstep, name) for name in shardstep.__all__)
+
+
+@pytest.mark.parametrize("path", USERS, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_examples_and_benchmarks_use_only_the_public_names(path):
+    public = {"shardstep", *(f"shardstep.{name}" for name in (*shardstep.__all__, "__version__"))}
+    assert {name for name in imports_of(path) if name.split(".")[0] == "shardstep"} <= public
+    used = {name for name in dotted_names_of(path) if name.startswith("shardstep.")}
+    assert {".".join(name.split(".")[:2]) for name in used} <= public
+    private = [name for name in dotted_names_of(path) if ".optimizer._" in name or "opt._" in name]
+    assert private == []
+
+
+def test_the_example_of_the_main_job_is_among_those_checked():
+    assert ROOT / "examples" / "train_gpt.py" in USERS
