@@ -39,6 +39,7 @@ ARROWS = {
         "buckets",
         "collectives",
         "groups",
+        "layout",
         "local",
         "placement",
         "replicas",
@@ -158,15 +159,23 @@ def test_there_is_no_module_of_leftovers():
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_no_module_keeps_state(path):
-    """At module level there are definitions and constants: no list, dict or set that could be written to."""
-    allowed = ("__all__",)
-    for node in tree_of(path).body:
-        if isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names = [ast.unparse(target) for target in targets]
-            mutable = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
-            assert not isinstance(node.value, mutable) or all(name in allowed for name in names), names
-    assert not any(isinstance(node, ast.Global) for node in ast.walk(tree_of(path)))
+    """Collections at module level are constants, named as such, and nobody writes to them."""
+    tree = tree_of(path)
+    assigned = [node for node in tree.body if isinstance(node, (ast.Assign, ast.AnnAssign))]
+    mutable = (ast.List, ast.Dict, ast.Set, ast.ListComp, ast.DictComp, ast.SetComp)
+    names = {
+        ast.unparse(target)
+        for node in assigned
+        if isinstance(node.value, mutable)
+        for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+    } - {"__all__"}
+    assert all(name == name.upper() for name in names), names
+    for node in ast.walk(tree):
+        assert not isinstance(node, ast.Global), f"line {node.lineno}"
+        if isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            assert ast.unparse(node.value) not in names, f"line {node.lineno}"
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in names:
+            assert node.attr in ("get", "items", "keys", "values", "index", "count"), f"line {node.lineno}"
 
 
 def test_public_names_exist():

@@ -3,33 +3,26 @@
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from shardstep import collectives, groups, replicas, report, saving, uneven
 from shardstep.agreement import Board
-from shardstep.buckets import Exchange
-from shardstep.collectives import Handle
 from shardstep.layout import Layout
-from shardstep.local import copy_options, fire_post_hooks, fire_pre_hooks, unhooked_step
+from shardstep.local import copy_options
 from shardstep.placement import Placement
 from shardstep.report import MemoryReport
 from shardstep.saving import Snapshot
 from shardstep.state import StateView, collect, describe
+from shardstep.stepping import gather, update_and_gather
 
 logger = logging.getLogger(__name__)
-
-# Exchanges in flight at the same time: enough to keep the wire busy while the next bucket is updated, and a bound
-# on the staging memory.
-_MAX_IN_FLIGHT = 4
 
 
 class ZeroRedundancyOptimizer(Optimizer, Joinable):
@@ -130,86 +123,33 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             with self._undone_everywhere("step"):
                 placement.check_still_trained()
         self._snapshot, self._stepped = None, True
-        # With a closure the gradients to lend are those it leaves behind: see _update_all.
+        # With a closure the gradients to lend are those it leaves behind: see _sharded.
         borrowed = self._lend(active) if self._join_config.enable and not callable(closure) else None
         copy_options(self.param_groups, self.optim.param_groups)
         if borrowed is None:
             with self._own_gradients():
-                loss = self._update_and_gather(closure, kwargs)
+                evaluate = self._sharded(closure) if callable(closure) else closure
+                loss = update_and_gather(placement, self.optim, self._board, evaluate, kwargs)
         else:
             with uneven.borrowed_gradients(placement.shard.tensors, borrowed):
-                loss = self._update_and_gather(None, {})
+                loss = update_and_gather(placement, self.optim, self._board, None, {})
         copy_options(self.optim.param_groups, self.param_groups)
         return loss
 
-    def _update_and_gather(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        placement, loss = self._placed, None
-        in_flight: deque[tuple[Exchange, Handle]] = deque()
-        try:
-            kwargs = fire_pre_hooks(self.optim, kwargs)
-            split = placement.splits and closure is None and not kwargs
-            if not split:
-                loss = self._update_all(closure, kwargs)
-            for position in placement.active_buckets:
-                if split:
-                    with record_function("shardstep::update"):
-                        placement.update_bucket(self.optim, position)
-                exchange = placement.exchanges[position]
-                if exchange is not None:
-                    if len(in_flight) == _MAX_IN_FLIGHT:
-                        self._finish(*in_flight.popleft())
-                    with record_function("shardstep::gather"):
-                        in_flight.append((exchange, exchange.start()))
-            fire_post_hooks(self.optim, kwargs)
-        except Exception as error:
-            clearer = placement.kind_error()
-            self._board.fail("step", clearer or error)
-            if clearer is not None:
-                raise clearer from error
-            raise
-        finally:
-            # Also after an exception: what was launched must not write into memory that somebody else has by then.
-            while in_flight:
-                self._finish(*in_flight.popleft())
-        return loss
+    def _sharded(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The closure for the local optimizer: its pieces get their slices of the gradients it computes."""
+        lends = self._join_config.enable
 
-    def _update_all(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        """One step of the local optimizer over everything."""
-        step, shard = unhooked_step(self.optim), self._placed.shard
-        with record_function("shardstep::update"):
-            if closure is None:
-                return step(**kwargs)
-            if not callable(closure):
-                return step(closure=closure, **kwargs)
+        def evaluate() -> Any:
+            nonlocal lends
+            loss = closure()
+            if lends:
+                self._lend(active=True)
+                lends = False
+            self._placed.shard.bind_gradients()
+            return loss
 
-            lends = self._join_config.enable
-
-            def evaluate() -> Any:
-                nonlocal lends
-                loss = closure()
-                if lends:
-                    self._lend(active=True)
-                    lends = False
-                shard.bind_gradients()
-                return loss
-
-            return step(closure=evaluate, **kwargs)
-
-    def _finish(self, exchange: Exchange, handle: Handle) -> None:
-        with record_function("shardstep::gather"):
-            try:
-                handle.wait()
-            except RuntimeError as error:
-                raise self._explained(error) from error
-            exchange.finish()
-
-    def _explained(self, error: RuntimeError) -> RuntimeError:
-        try:
-            where = self._board.explain()
-        except RuntimeError:  # the store is gone with its host; the first error is all there is to tell
-            where = ""
-        told = f" Meanwhile {where}. Call it on every rank, in the same order." if where else ""
-        return RuntimeError(f"step: the parameters could not be gathered on rank {self.rank}: {error}.{told}")
+        return evaluate
 
     @contextmanager
     def _own_gradients(self) -> Iterator[None]:
@@ -433,10 +373,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             copy_options(self.param_groups, self.optim.param_groups)
             getattr(self.optim, name)()
             copy_options(self.optim.param_groups, self.param_groups)
-            for position in self._placed.active_buckets:
-                exchange = self._placed.exchanges[position]
-                if exchange is not None:
-                    self._finish(exchange, exchange.start())
+            gather(self._placed, self._board)
 
         return switch
 

@@ -90,7 +90,7 @@ def _check_cut(twins: Twins) -> None:
                 torch.testing.assert_close(value, expected[key], rtol=slack, atol=slack, msg=f"{where} {key}")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 def test_mixed_dtypes_in_several_groups_train_as_in_the_plain_optimizer(world_size):
     run_ranks(_mixed, world_size)
 

@@ -25,7 +25,7 @@ def _add(twins: Twins, make, **options) -> None:
 
 
 def _added_groups(rank, world_size):
-    for shard, views in MODES:
+    for shard, views in MODES if world_size == 3 else MODES[1:3]:
         twins = Twins(
             lambda: parameters(SHAPES[:2]),
             torch.optim.AdamW,

@@ -153,7 +153,7 @@ THIRD_PARTY = {
     "Lamb": "parameter differs",  # norm of the whole tensor
     "LARS": "parameter differs",
     "StableAdamW": "parameter differs",  # clips the mean over the tensor
-    "AdaShift": "parameter differs",  # maximum over the tensor, from the tenth step on
+    "AdaShift": "'grad_queue' is an object",  # and takes the maximum over the tensor, from the tenth step on
     "AdamP": "parameter differs",  # projects gradients that are orthogonal to the parameter
     "SGDP": "parameter differs",
     "SOAP": "parameter differs",
