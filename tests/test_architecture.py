@@ -34,9 +34,9 @@ ARROWS = {
     "state": {"buckets", "codec", "collectives", "layout"},
     "placement": {"buckets", "codec", "collectives", "groups", "layout", "local", "partition", "probe"},
     "saving": {"codec", "local", "placement", "state"},
+    "stepping": {"agreement", "buckets", "collectives", "local", "placement"},
     "optimizer": {
         "agreement",
-        "buckets",
         "collectives",
         "groups",
         "layout",
@@ -46,6 +46,7 @@ ARROWS = {
         "report",
         "saving",
         "state",
+        "stepping",
         "uneven",
     },
     "__init__": {"optimizer", "report"},

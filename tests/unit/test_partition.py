@@ -282,8 +282,8 @@ def test_a_big_frozen_tensor_does_not_take_the_trainable_ones_from_a_rank():
     specs = specs_of_sizes([100, 3, 5, 2, 6, 4], "tensor")
     specs[0] = specs[0]._replace(trainable=False)
     layout = partition(specs, 2, DEFAULT_CAP)
-    assert loads_of(layout, True) == [10, 10]
-    assert loads_of(extend(layout, [spec(6, 3, "tensor", trainable=False, group=1)], DEFAULT_CAP)) == [110, 13]
+    assert loads_of(layout, True) == [11, 9]
+    assert loads_of(extend(layout, [spec(6, 3, "tensor", trainable=False, group=1)], DEFAULT_CAP)) == [14, 109]
 
 
 # --- buckets ----------------------------------------------------------------------------------------------------------
