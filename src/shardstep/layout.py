@@ -49,8 +49,7 @@ class Piece(NamedTuple):
         return self.stop - self.start
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(NamedTuple):
     """A contiguous buffer of one device and dtype, cut into one shard per rank.
 
     Exactly one of ``owners`` and ``cuts`` is set. Padding (between parameters, after the last one)

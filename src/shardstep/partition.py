@@ -146,17 +146,18 @@ def _cut_bucket(position: int, run: Sequence[ParamSpec], world_size: int, loads:
     return _bucket(position, run, offsets, numel, cuts=cuts)
 
 
-def _bucket(position: int, run: Sequence[ParamSpec], offsets: Sequence[int], numel: int, **owned) -> Bucket:
+def _bucket(
+    position: int,
+    run: Sequence[ParamSpec],
+    offsets: Sequence[int],
+    numel: int,
+    owners: tuple[int, ...] | None = None,
+    cuts: Sequence[int] | None = None,
+) -> Bucket:
+    indices, numels = tuple([spec.index for spec in run]), tuple([spec.numel for spec in run])
+    first = run[0]
     return Bucket(
-        position=position,
-        device=run[0].device,
-        dtype=run[0].dtype,
-        itemsize=run[0].itemsize,
-        params=tuple(spec.index for spec in run),
-        offsets=tuple(offsets),
-        numels=tuple(spec.numel for spec in run),
-        numel=numel,
-        **owned,
+        position, first.device, first.dtype, first.itemsize, indices, tuple(offsets), numels, numel, owners, cuts
     )
 
 
@@ -173,7 +174,9 @@ def _lay_out(run: Sequence[ParamSpec]) -> tuple[list[int], int]:
 
 def _alignment(numel: int) -> int:
     """The largest power of two up to ALIGNMENT that is at most numel / _SLACK."""
-    return min(ALIGNMENT, 1 << max(numel // _SLACK, 1).bit_length() - 1)
+    if numel >= ALIGNMENT * _SLACK:
+        return ALIGNMENT
+    return 1 << max(numel // _SLACK, 1).bit_length() - 1
 
 
 def _level(loads: Sequence[int], numel: int) -> tuple[int, ...]:

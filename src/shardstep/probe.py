@@ -204,7 +204,7 @@ def _raise_learning_rate(optimizer: Optimizer) -> None:
         rate = group.get("lr")
         if isinstance(rate, Tensor):
             group["lr"] = rate.clamp(min=_LEARNING_RATE)
-        elif isinstance(rate, float):
+        elif isinstance(rate, (int, float)):
             group["lr"] = max(rate, _LEARNING_RATE)
 
 
