@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import re
 import time
 from typing import Any
 
@@ -242,6 +243,16 @@ def in_time(outcomes: list[tuple[str, float]]) -> list[str]:
     return [text for text, _ in outcomes]
 
 
+def named_absent(text: str, call: str, absent: str) -> bool:
+    """Whether a rank that waited in ``call`` is told who did not come.
+
+    Which of two comes first is a race: its own timeout, or a rank that failed in its step meanwhile and said so.
+    """
+    if "expects a call on every rank of the group" not in text or not text.startswith(call):
+        return False
+    return f"{absent} did not call it" in text or bool(re.search(r"but rank \d did not call it: .*step", text))
+
+
 def added_on_one_rank(rank: int, world: int, shard: str) -> tuple[str, float]:
     params = parameters()
     optimizer = ZeroRedundancyOptimizer(params[:4], Adam, lr=0.1, shard=shard)
@@ -255,8 +266,7 @@ def added_on_one_rank(rank: int, world: int, shard: str) -> tuple[str, float]:
 @pytest.mark.parametrize(("world", "shard"), [(2, "auto"), (3, "auto"), (3, "tensor")])
 def test_a_group_added_on_one_rank_only_is_an_error_on_all_that_says_who_is_where(world, shard):
     told = in_time(run_ranks(added_on_one_rank, world, shard, pg_timeout=TIMEOUT, timeout=40))
-    absent = "rank 0" if world == 2 else "ranks 0, 2"
-    assert f"add_param_group expects a call on every rank of the group, but {absent} did not call it" in told[1]
+    assert named_absent(told[1], "add_param_group", "rank 0" if world == 2 else "ranks 0, 2"), told[1]
     for rank in {0, world - 1} - {1}:
         assert "rank 1 waits in add_param_group" in told[rank], told[rank]
 
@@ -273,7 +283,7 @@ def added_with_one_parameter(rank: int, world: int) -> tuple[str, float]:
 
 def test_ranks_that_need_nothing_from_the_absent_rank_are_told_too():
     told = in_time(run_ranks(added_with_one_parameter, 3, pg_timeout=TIMEOUT, timeout=40))
-    assert "ranks 0, 2 did not call it" in told[1]
+    assert named_absent(told[1], "add_param_group", "ranks 0, 2"), told[1]
     for rank in (0, 2):
         assert "rank 1 waits in add_param_group" in told[rank], told[rank]
 
@@ -301,8 +311,7 @@ def frozen_on_one_rank(rank: int, world: int, unfreeze: bool) -> tuple[str, floa
 def test_requires_grad_that_changes_on_one_rank_only_is_an_error_on_all_that_names_the_parameter(world, unfreeze):
     told = in_time(run_ranks(frozen_on_one_rank, world, unfreeze, pg_timeout=TIMEOUT, timeout=40))
     absent = "rank 0" if world == 2 else "ranks 0, 1"
-    assert f"{absent} did not call it" in told[-1], told[-1]
-    assert "requires_grad" in told[-1]
+    assert named_absent(told[-1], "step, after a change of requires_grad", absent), told[-1]
     assert "parameter 2 ('layer2')" in told[-1], told[-1]
     for text in told[:-1]:
         assert f"rank {world - 1} waits in step" in text, text
