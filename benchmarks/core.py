@@ -60,10 +60,11 @@ def report(measured: dict[int, dict], options: argparse.Namespace) -> str:
         f"# Core figures, {datetime.date.today().isoformat()}",
         "",
         f"Machine: {os.cpu_count()} cores, {platform.processor() or platform.machine()}, Linux {platform.release()}; "
-        f"Python {platform.python_version()}, torch {torch.__version__}, gloo over loopback, one thread per rank, CPU only.",
+        f"Python {platform.python_version()}, torch {torch.__version__}, gloo over loopback, one thread per rank, "
+        "CPU only.",
         f"Command: `make bench-core` ({options.rounds} rounds, {options.consolidations} consolidations). "
         "Raw numbers: the .json beside this file.",
-        "Times in ms, median (middle half), from barrier to barrier. A ratio is the median over rounds of ours / theirs.",
+        "Times in ms, median (middle half), barrier to barrier. A ratio is the median over rounds of ours / theirs.",
         "",
     ]
     for ranks, figures in measured.items():

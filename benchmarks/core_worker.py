@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import json
 import sys
@@ -17,23 +18,12 @@ from torch.optim import Optimizer
 
 from shardstep import ZeroRedundancyOptimizer
 
-SMALL = [(256,)] * 2000
+Shapes = list[tuple[int, ...]]
+SMALL: Shapes = [(256,)] * 2000
 # 8 layers, width 512, vocabulary 8192, head not tied: 33.6 M parameters in 100 tensors.
-LAYER = [
-    (512,),
-    (512,),
-    (1536, 512),
-    (1536,),
-    (512, 512),
-    (512,),
-    (512,),
-    (512,),
-    (2048, 512),
-    (2048,),
-    (512, 2048),
-    (512,),
-]
-GPT = [(8192, 512), *LAYER * 8, (512,), (512,), (8192, 512)]
+NORM: Shapes = [(512,), (512,)]
+LAYER = [*NORM, (1536, 512), (1536,), (512, 512), (512,), *NORM, (2048, 512), (2048,), (512, 2048), (512,)]
+GPT: Shapes = [(8192, 512), *LAYER * 8, *NORM, (8192, 512)]
 
 VARIANTS: dict[str, Callable[[list], Optimizer]] = {
     "torch default": lambda params: TorchZero(params, torch.optim.AdamW, fused=True, lr=1e-3),
@@ -62,7 +52,7 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def make_params(shapes: list[tuple[int, ...]]) -> list[torch.nn.Parameter]:
+def make_params(shapes: Shapes) -> list[torch.nn.Parameter]:
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in shapes]
     for param in params:
@@ -70,7 +60,7 @@ def make_params(shapes: list[tuple[int, ...]]) -> list[torch.nn.Parameter]:
     return params
 
 
-def time_steps(shapes: list[tuple[int, ...]], rounds: int) -> dict[str, list[float]]:
+def time_steps(shapes: Shapes, rounds: int) -> dict[str, list[float]]:
     """Every variant once per round, from barrier to barrier, gradients given."""
     optimizers = {name: make(make_params(shapes)) for name, make in VARIANTS.items()}
     times: dict[str, list[float]] = {name: [] for name in optimizers}
@@ -108,6 +98,7 @@ def measure_consolidation(rounds: int) -> dict:
 def _consolidate(optimizer: Optimizer) -> tuple[float, float]:
     """Milliseconds, and MB that this process held at its peak beyond what it held before."""
     gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that was freed earlier must not hide what is used now
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # reset the peak
     before = _status("VmRSS")
@@ -118,7 +109,7 @@ def _consolidate(optimizer: Optimizer) -> tuple[float, float]:
     extra = (_status("VmHWM") - before) / 1e3
     optimizer.step()  # lets the collected state go (torch's class keeps it until the next time)
     if hasattr(optimizer, "_all_state_dicts"):
-        optimizer._all_state_dicts = []
+        optimizer._all_state_dicts = []  # type: ignore[attr-defined]
     return elapsed, extra
 
 
@@ -128,7 +119,7 @@ def _status(field: str) -> int:
     return int(line.split()[1])
 
 
-def count_calls(model: str, shapes: list[tuple[int, ...]], variant: str) -> dict:
+def count_calls(model: str, shapes: Shapes, variant: str) -> dict:
     """The calls of torch.distributed that one step makes on this rank."""
     optimizer = VARIANTS[variant](make_params(shapes))
     optimizer.step()

@@ -56,8 +56,7 @@ class Board:
         self._enter(call, {"digest": digest})
         verdict = self._await_verdict(call)
         if "failed" in verdict:
-            rank, error = verdict["failed"]
-            raise RuntimeError(f"{call} failed on rank {rank}, so it is undone on every rank: {error}")
+            raise RuntimeError(self._told_of_failure(call, *verdict["failed"]))
         if verdict["digests"]:
             raise RuntimeError(
                 f"{call} expects the same on every rank, but {self._first_difference(facts, digest, verdict)}. "
@@ -70,7 +69,7 @@ class Board:
             return
         text = f"{type(error).__name__}: {error}"
         self._enter(call, {"error": text})
-        self._group.store.set(self._key("verdict"), json.dumps({"failed": [self._group.rank, text]}))
+        self._group.store.set(self._key("verdict"), json.dumps({"failed": [self._group.rank, call, text]}))
 
     def explain(self) -> str:
         """Where the other ranks are, if the store knows: for the message of a collective that failed.
@@ -94,6 +93,15 @@ class Board:
         """Say why this rank calls the next meeting, for messages here and on other ranks."""
         self._note = text
 
+    def _told_of_failure(self, call: str, rank: int, their_call: str, error: str) -> str:
+        if their_call == call:
+            return f"{call} failed on rank {rank}, so it is undone on every rank: {error}"
+        why = f" ({self._reason})" if self._reason else ""
+        return (
+            f"{call}{why} expects a call on every rank of the group, but rank {rank} did not call it: it was in "
+            f"{their_call}, which failed there: {error}"
+        )
+
     def _prefix(self, meeting: int) -> str:
         return f"shardstep/{self._instance}/{meeting}"
 
@@ -115,7 +123,7 @@ class Board:
         for rank in range(self._group.world_size):
             entry = json.loads(self._group.store.get(self._key(f"entered/{rank}")))
             if "error" in entry:
-                return {"failed": [rank, entry["error"]]}
+                return {"failed": [rank, entry["call"], entry["error"]]}
             ranks_by_digest.setdefault(entry["digest"], []).append(rank)
         return {"digests": ranks_by_digest if len(ranks_by_digest) > 1 else {}}
 

@@ -308,6 +308,13 @@ def test_a_tensor_larger_than_the_cap_is_alone_in_its_bucket(specs, world_size, 
         assert layout.buckets[layout.bucket_of[large.index]].params == (large.index,)
 
 
+@pytest.mark.parametrize("granularity", ["element", "tensor"])
+@pytest.mark.parametrize("large", [1000, 1001, 1500, 2000, 5000])
+def test_a_tensor_as_large_as_the_cap_does_not_break_up_the_bucket_of_its_small_neighbours(large, granularity):
+    layout = partition(specs_of_sizes([10, 10, large, 10, large, 10], granularity), 3, 4 * 1000)
+    assert sorted(sorted(bucket.params) for bucket in layout.buckets) == [[0, 1, 3, 5], [2], [4]]
+
+
 def kinds_of_buckets(layout: Layout) -> dict[tuple, list[Bucket]]:
     """Buckets that are filled together: by trainability, granularity, device and dtype, in layout order."""
     kinds: dict[tuple, list[Bucket]] = {}
