@@ -6,6 +6,7 @@ contributes to its gather. ``BucketViews`` makes parameters views of one buffer 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from shardstep import collectives
 from shardstep.collectives import Group, Handle
+from shardstep.hostmemory import Mailboxes
 from shardstep.layout import Bucket, Layout, Piece
 
 # Between pairs of ranks a piece of at least this size is sent from where it lies; smaller ones are packed first.
@@ -119,8 +121,8 @@ class BucketViews:
 class Exchange:
     """The gather of one bucket: pack what is small, send the rest from where it lies, unpack what arrived.
 
-    Only pieces of active parameters take part. Made anew whenever the set of active parameters changes, or the memory
-    of one of those that are ``addressed``.
+    With mailboxes everything is packed, into memory that the ranks share. Only pieces of active parameters take part.
+    Made anew whenever the set of active parameters changes, or the memory of one of those that are ``addressed``.
     """
 
     def __init__(
@@ -130,26 +132,36 @@ class Exchange:
         active: Mapping[int, bool],
         group: Group,
         buffer: Tensor | None,
+        mailboxes: Mailboxes | None,
     ) -> None:
         self._group = group
         self._like = params[bucket.params[0]]
         self._pairwise = collectives.sends_pairwise(group, self._like.device)
+        fits = mailboxes is not None and bucket.numel * bucket.itemsize <= mailboxes.slot_bytes
+        self._mailboxes = mailboxes if fits and self._pairwise else None
         self._in_place: Tensor | None = None  # gathered as it is: equal shards, nothing to pack
         self._direct: list[list[Tensor]] = [[] for _ in range(group.world_size)]  # by rank, bytes
-        packed: list[list[Piece]] = [[] for _ in range(group.world_size)]  # by rank
+        packed: list[list[Tensor]] = [[] for _ in range(group.world_size)]  # by rank
         if not self._gathers_in_place(bucket, params, active, buffer):
             for rank in range(group.world_size):
                 shard = [piece for piece in bucket.pieces(rank) if active[piece.param]]
-                if buffer is not None:
-                    self._direct[rank] = [_bytes(buffer[low:high]) for low, high in _runs(bucket, shard)]
+                if buffer is None:
+                    self._direct[rank], packed[rank] = self._sort_by_size(shard, params, mine=rank == group.rank)
+                    continue
+                runs = [buffer[low:high] for low, high in _runs(bucket, shard)]
+                if self._mailboxes is not None:
+                    packed[rank] = runs
                 else:
-                    self._direct[rank], packed[rank] = self._sort_by_size(shard, params)
+                    self._direct[rank] = [_bytes(run) for run in runs]
         # Received into without torch's noticing: whoever still holds a graph over them has to be told.
-        by_hand = self._in_place is not None or any(self._direct)
-        self._written = [params[index] for index in bucket.params if active[index]] if by_hand else []
-        self._staging = _Staging(packed, params, group.rank, even=not self._pairwise) if any(packed) else None
-        self.addressed = self._written + (self._staging.addressed if self._staging is not None else [])
-        self.empty = not by_hand and self._staging is None
+        unnoticed = self._in_place is not None or any(self._direct) or buffer is not None
+        self._written = [params[index] for index in bucket.params if active[index]] if unnoticed else []
+        self._staging = _Staging(packed, group.rank, even=not self._pairwise) if any(packed) else None
+        # Parameters that are copied to as themselves may have any memory; of the others we hold an address.
+        as_themselves = {id(tensor) for tensors in packed for tensor in tensors}
+        taking_part = [params[index] for index in bucket.params if active[index]]
+        self.addressed = [param for param in taking_part if id(param) not in as_themselves]
+        self.empty = self._in_place is None and not any(self._direct) and self._staging is None
 
     def start(self) -> Handle:
         """Send my shard and receive the others. Follow with ``finish`` after waiting for the handle."""
@@ -157,7 +169,10 @@ class Exchange:
             return collectives.gather_buffer(self._group, self._in_place)
         if self._staging is None:
             return collectives.gather_shards(self._group, self._direct)
-        staged = self._staging.pack(self._like)
+        if self._mailboxes is not None:
+            self._staging.pack(self._mailboxes.take().view(self._like.dtype))
+            return self._mailboxes.tell()
+        staged = self._staging.pack(self._staging.own_buffer(self._like))
         if self._staging.even:
             return collectives.gather_buffer(self._group, _bytes(staged))
         regions = [[_bytes(staged[low:high])] if low < high else [] for low, high in self._staging.regions]
@@ -184,82 +199,92 @@ class Exchange:
             self._in_place = _bytes(_flat(param)) if param.is_contiguous() else None
         return self._in_place is not None
 
-    def _sort_by_size(self, shard: Sequence[Piece], params: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Piece]]:
+    def _sort_by_size(
+        self, shard: Sequence[Piece], params: Mapping[int, Tensor], mine: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """What of a shard is sent from where it lies, as bytes, and what is packed first."""
         direct, packed = [], []
         for piece in shard:
             param = params[piece.param]
-            nbytes = piece.numel * param.element_size()
-            if self._pairwise and nbytes >= DIRECT_BYTES and param.is_contiguous():
-                direct.append(_bytes(_flat(param)[piece.start : piece.stop]))
+            large = self._pairwise and self._mailboxes is None and piece.numel * param.element_size() >= DIRECT_BYTES
+            if piece.whole and not (param.is_contiguous() and (large or mine)):
+                packed.append(param)
+                continue
+            flat = _flat(param)[piece.start : piece.stop]
+            if large:
+                direct.append(_bytes(flat))
             else:
-                packed.append(piece)
+                packed.append(flat)
         return direct, packed
 
 
 class _Staging:
-    """A buffer into which the small pieces of a bucket are packed, rank by rank.
+    """The small pieces of a bucket (with mailboxes: all of them), packed into one buffer, rank by rank.
 
-    Packing and unpacking are one call each: no Python work per piece. A small buffer is kept from step to step.
+    Packing and unpacking are one call each: no Python work per piece. Views of a buffer are made once and kept.
     """
 
-    def __init__(self, packed: Sequence[Sequence[Piece]], params: Mapping[int, Tensor], rank: int, even: bool) -> None:
-        sizes = [sum(piece.numel for piece in pieces) for pieces in packed]
+    def __init__(self, packed: Sequence[Sequence[Tensor]], rank: int, even: bool) -> None:
+        sizes = [sum(tensor.numel() for tensor in tensors) for tensors in packed]
         # Equal regions (for a native all-gather) where they waste at most half of the buffer.
         self.even = even and sum(sizes) * 2 >= max(sizes) * len(sizes)
         lengths = [max(sizes)] * len(sizes) if self.even else sizes
         ends = list(accumulate(lengths))
         self.regions = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-        self._mine_sizes, self._rank = sizes[rank], rank
-        theirs = [piece for owner, pieces in enumerate(packed) if owner != rank for piece in pieces]
-        # A whole parameter is copied to as itself, whatever memory it has; only ranges of one depend on its address.
-        self._targets = [
-            params[piece.param] if piece.whole else _flat(params[piece.param])[piece.start : piece.stop]
-            for piece in theirs
-        ]
-        mine = [params[piece.param] for piece in packed[rank]]
-        self._contiguous = all(param.is_contiguous() for param in mine)
-        self._sources = [
-            _flat(param)[piece.start : piece.stop] if self._contiguous or not piece.whole else param.detach()
-            for param, piece in zip(mine, packed[rank], strict=True)
-        ]
-        self.addressed = mine + [params[piece.param] for piece in theirs if not piece.whole]
-        self._buffer: Tensor | None = None
-        self._slots: list[Tensor] = []  # where the targets' values arrive
         self._packed = packed
+        self._rank = rank
+        self._sources = list(packed[rank])
+        self._flat_sources = all(source.dim() == 1 for source in self._sources)
+        self._targets = [tensor for owner, tensors in enumerate(packed) if owner != rank for tensor in tensors]
+        self._own: Tensor | None = None
+        self._views: dict[int, tuple[Tensor, list[Tensor], list[Tensor]]] = {}  # by address of the buffer
+        self._in_flight: deque[int] = deque()
 
-    def pack(self, like: Tensor) -> Tensor:
-        """Copy this rank's pieces into the buffer and return it."""
-        if self._buffer is None:
-            self._allocate(like)
-        buffer = self._buffer
-        assert buffer is not None
-        low = self.regions[self._rank][0]
-        region = buffer[low : low + self._mine_sizes]
-        if self._sources and self._contiguous:
-            torch.cat(self._sources, out=region)  # several times faster than a foreach copy on the CPU
+    def own_buffer(self, like: Tensor) -> Tensor:
+        """A buffer that no other rank sees. A small one is kept from step to step."""
+        if self._own is None:
+            self._own = torch.empty(self.regions[-1][1], dtype=like.dtype, device=like.device)
+        return self._own
+
+    def pack(self, buffer: Tensor) -> Tensor:
+        """Copy this rank's pieces into the buffer and return it. ``unpack`` follows, in the same order."""
+        address = buffer.data_ptr()
+        if address not in self._views:
+            self._views[address] = self._divide(buffer)
+        mine, slots, _ = self._views[address]
+        if self._sources and self._flat_sources:
+            torch.cat(self._sources, out=mine)  # several times faster than a foreach copy on the CPU
         elif self._sources:
-            slots = region.split([source.numel() for source in self._sources])
-            torch._foreach_copy_([s.view(t.shape) for s, t in zip(slots, self._sources, strict=True)], self._sources)
+            torch._foreach_copy_(slots, self._sources)
+        self._in_flight.append(address)
         return buffer
 
     def unpack(self) -> None:
         """Copy what arrived to the parameters of the other ranks."""
+        address = self._in_flight.popleft()
         if self._targets:
             with torch.no_grad():
-                torch._foreach_copy_(self._targets, self._slots)
-        if self._buffer is not None and self._buffer.nbytes > KEPT_BYTES:
-            self._buffer, self._slots = None, []
+                torch._foreach_copy_(self._targets, self._views[address][2])
+        if self._own is not None and self._own.nbytes > KEPT_BYTES:
+            self._own = None
+            self._views.clear()
 
-    def _allocate(self, like: Tensor) -> None:
-        self._buffer = torch.empty(self.regions[-1][1], dtype=like.dtype, device=like.device)
-        slots: list[Tensor] = []
-        for owner, pieces in enumerate(self._packed):
-            if owner != self._rank and pieces:
-                sizes = [piece.numel for piece in pieces]
-                low = self.regions[owner][0]
-                slots += self._buffer[low : low + sum(sizes)].split(sizes)
-        self._slots = [slot.view(target.shape) for slot, target in zip(slots, self._targets, strict=True)]
+    def _divide(self, buffer: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """My region, my slots in it (unless it is filled as a whole), and the slots of the other ranks."""
+        slots = [self._slots_of(buffer, owner) for owner in range(len(self._packed))]
+        low = self.regions[self._rank][0]
+        mine = buffer[low : low + sum(source.numel() for source in self._sources)]
+        theirs = [slot for owner, own in enumerate(slots) if owner != self._rank for slot in own]
+        return mine, slots[self._rank], theirs
+
+    def _slots_of(self, buffer: Tensor, owner: int) -> list[Tensor]:
+        tensors = self._packed[owner]
+        if not tensors or (owner == self._rank and self._flat_sources):
+            return []
+        sizes = [tensor.numel() for tensor in tensors]
+        low = self.regions[owner][0]
+        views = buffer[low : low + sum(sizes)].split(sizes)
+        return [view.view(tensor.shape) for view, tensor in zip(views, tensors, strict=True)]
 
 
 def _runs(bucket: Bucket, shard: Sequence[Piece]) -> list[tuple[int, int]]:

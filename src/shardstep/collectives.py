@@ -105,6 +105,7 @@ class Handle(NamedTuple):
     """What is in flight. ``wait`` orders it before what follows (on an accelerator: in stream order)."""
 
     works: tuple[dist.Work, ...]
+    memory: Tensor | None = None  # that must live as long as the works
 
     def wait(self) -> None:
         for work in self.works:
@@ -142,6 +143,12 @@ def _gather_pairwise(group: Group, shards: Sequence[Sequence[Tensor]]) -> Iterat
             yield dist.irecv(tensor, group=process_group, group_src=source, tag=_TAG)  # type: ignore[misc]
         for tensor in shards[me]:
             yield dist.isend(tensor, group=process_group, group_dst=target, tag=_TAG)  # type: ignore[misc]
+
+
+def exchange_signals(group: Group) -> Handle:
+    """Start to send a byte to every other rank and to receive one from each. Waiting means: all came to this point."""
+    signals = torch.zeros(group.world_size, dtype=torch.uint8)
+    return Handle(tuple(_gather_pairwise(group, [[signal] for signal in signals.split(1)])), signals)
 
 
 def gather_buffer(group: Group, buffer: Tensor) -> Handle:

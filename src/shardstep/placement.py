@@ -16,11 +16,12 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from shardstep import collectives, partition
 from shardstep import groups as group_forms
-from shardstep import partition
 from shardstep.buckets import BucketViews, Exchange, Shard
 from shardstep.codec import dtype_name
 from shardstep.collectives import Group
+from shardstep.hostmemory import MAX_IN_FLIGHT, Mailboxes, open_mailboxes
 from shardstep.layout import Layout
 from shardstep.local import options_of, step_subset, unhooked_step
 from shardstep.probe import Verdict, examine
@@ -59,6 +60,7 @@ class Placement:
         self.indices: list[list[int]] = []  # per group: the parameters whose piece the local optimizer steps
         self.has_eager_state = False  # whether the optimizer makes state when it is built
         self._views = BucketViews() if views else None
+        self._mailboxes: Mailboxes | None = None
         self._subsets: list[list[dict[str, list]]] = []
         self._owns_active = False
         self._in_module = False  # known with bucket views only
@@ -104,10 +106,24 @@ class Placement:
     def settle(self) -> None:
         """After all ranks agreed: move the parameters into their views and plan the exchanges."""
         self.active = self.active_now()
+        self._open_mailboxes()
         if self._views is not None:
             self._views.extend(self.layout, self.params)
             self._in_module = bool(self.params) and _is_in_a_module(next(iter(self.params.values())))
         self.bind()
+
+    def _open_mailboxes(self) -> None:
+        """Shared memory for the buckets that no single parameter makes larger than the cap."""
+        group = self._group
+        if group.world_size == 1 or not all(collectives.sends_pairwise(group, p.device) for p in self.params.values()):
+            return
+        sizes = [bucket.numel * bucket.itemsize for bucket in self.layout.buckets]
+        small = [size for size in sizes if size <= self._bucket_bytes * 1.01]  # padding may exceed the cap by that much
+        if not small:
+            return
+        in_flight, boxes = min(len(small), MAX_IN_FLIGHT), self._mailboxes
+        if boxes is None or boxes.slot_bytes < max(small) or boxes.in_flight < in_flight:
+            self._mailboxes = open_mailboxes(group, in_flight, max(small))
 
     def _choose(self, group: dict[str, Any], wish: str) -> str:
         """The granularity of a group: what the user wished, checked, or what the probe says."""
@@ -150,10 +166,10 @@ class Placement:
 
     def active_now(self) -> list[bool]:
         """Which parameters a step may change: those that require a gradient, or hold one all the same."""
-        params = list(self.params.values())
-        active = list(map(_requires_grad, params))
+        active = list(map(_requires_grad, self.params.values()))
         if False in active:
-            active = [wants or param.grad is not None for wants, param in zip(active, params, strict=True)]
+            pairs = zip(active, self.params.values(), strict=True)
+            active = [wants or param.grad is not None for wants, param in pairs]
         return active
 
     def describe_change(self, active: Sequence[bool]) -> str:
@@ -229,7 +245,9 @@ class Placement:
         self.exchanges = [None] * len(buckets)
         if self._group.world_size > 1:
             for position in self.active_buckets:
-                exchange = Exchange(buckets[position], self.params, active, self._group, buffers[position])
+                exchange = Exchange(
+                    buckets[position], self.params, active, self._group, buffers[position], self._mailboxes
+                )
                 self.exchanges[position] = None if exchange.empty else exchange
         self._subsets = [self._subset(position) for position in range(len(buckets))]
         self._owns_active = any(part["params"] for position in self.active_buckets for part in self._subsets[position])
@@ -290,6 +308,7 @@ class Placement:
         twin = copy.copy(self)
         twin._group, twin.exchanges, twin._subsets = None, [], []  # type: ignore[assignment]
         twin._watched, twin.index_of = [], {}
+        twin._mailboxes = None  # a copy may be made on one rank only, so it cannot open any
         twin._views = BucketViews() if self._views is not None else None  # made anew: copies share no memory
         return twin
 

@@ -12,12 +12,9 @@ from torch.optim import Optimizer
 from shardstep.agreement import Board
 from shardstep.buckets import Exchange
 from shardstep.collectives import Handle
+from shardstep.hostmemory import MAX_IN_FLIGHT
 from shardstep.local import fire_post_hooks, fire_pre_hooks, unhooked_step
 from shardstep.placement import Placement
-
-# Exchanges in flight at the same time: enough to keep the wire busy while the next bucket is updated, and a bound
-# on the staging memory.
-_MAX_IN_FLIGHT = 4
 
 Closure = Callable[[], Any] | None
 
@@ -44,7 +41,7 @@ def update_and_gather(
                     placement.update_bucket(optimizer, position)
             exchange = placement.exchanges[position]
             if exchange is not None:
-                if len(in_flight) == _MAX_IN_FLIGHT:
+                if len(in_flight) == MAX_IN_FLIGHT:
                     _finish(*in_flight.popleft(), board)
                 with record_function("shardstep::gather"):
                     in_flight.append((exchange, exchange.start()))
