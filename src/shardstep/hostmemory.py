@@ -4,8 +4,8 @@ A rank writes its shard of a bucket into a slot, tells the others with a byte ea
 copies in memory instead of two through the kernel and a wake-up per packet.
 
 [Note: when a slot may be written again]
-Exchanges are numbered alike on all ranks. With at most K in flight, number x uses slot x mod 2K. A rank that starts x has
-finished x - K, so it has a byte for x - K from every other rank; each of them had then started x - K, and therefore
+Exchanges are numbered alike on all ranks. With at most K in flight, number x uses slot x mod 2K. A rank that starts x
+has finished x - K, so it has a byte for x - K from every other rank; each of them had then started x - K, and therefore
 finished x - 2K, the one that used the slot before. No further synchronisation is needed.
 """
 
