@@ -55,6 +55,7 @@ class Board:
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         self._enter(call, {"digest": digest})
         verdict = self._await_verdict(call)
+        self._forget(self._meeting - 1)
         if "failed" in verdict:
             raise RuntimeError(self._told_of_failure(call, *verdict["failed"]))
         if verdict["digests"]:
@@ -145,6 +146,14 @@ class Board:
         except RuntimeError:  # the store's way to say that the time is over
             return self._group.store.check([self._key(name)])
         return True
+
+    def _forget(self, meeting: int) -> None:
+        """Delete what a meeting left in the store. Everybody has entered the next one, so nobody reads it any more."""
+        store, prefix = self._group.store, self._prefix(meeting)
+        store.delete_key(f"{prefix}/entered/{self._group.rank}")
+        if self._group.rank == 0:
+            store.delete_key(f"{prefix}/count")
+            store.delete_key(f"{prefix}/verdict")
 
     def _first_difference(self, facts: Facts, digest: str, verdict: dict) -> Difference:
         """Exchange the facts themselves: one rank of each opinion shows them, everybody compares."""

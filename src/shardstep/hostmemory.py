@@ -61,14 +61,16 @@ def open_mailboxes(group: Group, exchanges: int, slot_bytes: int) -> Mailboxes |
     Enough for steps of that many exchanges: no more than that, and no more than MAX_IN_FLIGHT, are in flight at once.
 
     Collective: call on every rank of the group. Rank 0 makes a file in memory that only its user can open, and removes
-    its name once all ranks have mapped it: nothing is left behind, however the processes end.
+    its name once all ranks have mapped it: nothing is left behind, however the processes end. A rank on which the
+    environment variable SHARDSTEP_SHARED_MEMORY is 0 wants none, and then nobody has any.
     """
     slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     count = 2 * min(exchanges, MAX_IN_FLIGHT)
     path, secret = os.path.join(_FOLDER, f"shardstep-{secrets.token_hex(8)}"), secrets.token_hex(16)
-    memory = _create(path, secret, count * slot_bytes) if group.rank == 0 else None
+    wanted = os.environ.get("SHARDSTEP_SHARED_MEMORY") != "0"
+    memory = _create(path, secret, count * slot_bytes) if wanted and group.rank == 0 else None
     told = collectives.move_json(group, [path, secret], 0, None)
-    if group.rank != 0:
+    if wanted and group.rank != 0:
         memory = _attach(told[0], told[1], count * slot_bytes)
     everyone = all(row[0] for row in collectives.all_gather_ints(group, [memory is not None]))
     if group.rank == 0 and os.path.exists(path):
