@@ -53,12 +53,11 @@ class Placement:
         self.params: dict[int, Tensor] = {}
         self.index_of: dict[Tensor, int] = {}
         self.shard = Shard(group.rank)
-        self.splittable = True
         self.active: list[bool] = []
         self.exchanges: list[Exchange | None] = []
         self.active_buckets: list[int] = []
         self.indices: list[list[int]] = []  # per group: the parameters whose piece the local optimizer steps
-        self.has_eager_state = False  # whether the optimizer makes state when it is built
+        self._verdicts: list[Verdict] = []  # per group
         self._views = BucketViews() if views else None
         self._mailboxes: Mailboxes | None = None
         self._subsets: list[list[dict[str, list]]] = []
@@ -66,7 +65,7 @@ class Placement:
         self._in_module = False  # known with bucket views only
         self._watched: list[Tensor] = []
         self._pointers: list[int] = []
-        self._verdicts: dict[str, Verdict] = {}
+        self._probed: dict[str, Verdict] = {}
 
     # --- making and extending -------------------------------------------------------------------------------------
 
@@ -92,7 +91,7 @@ class Placement:
 
     def retract(self, optimizer: Optimizer, count: int) -> None:
         """Undo ``extend``: keep the first ``count`` groups. Nothing was moved yet, so nothing moves back."""
-        del optimizer.param_groups[count:], self.indices[count:]
+        del optimizer.param_groups[count:], self.indices[count:], self._verdicts[count:]
         kept = tuple(spec for spec in self.layout.specs if spec.group < count)
         gone = [spec.index for spec in self.layout.specs if spec.group >= count]
         buckets = tuple(bucket for bucket in self.layout.buckets if not set(bucket.params) & set(gone))
@@ -129,20 +128,20 @@ class Placement:
         """The granularity of a group: what the user wished, checked, or what the probe says."""
         like = group_forms.first_floating(group["params"])
         if like is None:
+            self._verdicts.append(Verdict(False, True, "it has nothing to probe"))
             return "tensor"
         key = repr((_shape_of_options(options_of(group)), like.dtype, like.device, wish == "tensor"))
-        if key not in self._verdicts:
-            self._verdicts[key] = examine(
+        if key not in self._probed:
+            self._probed[key] = examine(
                 self._optimizer_class, self._defaults, options_of(group), like, vouched=wish == "tensor"
             )
-        verdict = self._verdicts[key]
-        self.splittable = self.splittable and verdict.splittable
-        self.has_eager_state = self.has_eager_state or verdict.eager
+        verdict = self._probed[key]
         if wish == "element" and not verdict.elementwise:
             raise ValueError(
                 f"shard='element' expects an element-wise optimizer, but for {self._optimizer_class.__name__} "
                 f"{verdict.reason}. Use shard='tensor' or 'auto'."
             )
+        self._verdicts.append(verdict)
         return "element" if verdict.elementwise and wish != "tensor" else "tensor"
 
     def _place(self, param_groups: Sequence[dict[str, Any]], granularities: Sequence[str]) -> None:
@@ -249,7 +248,7 @@ class Placement:
                     buckets[position], self.params, active, self._group, buffers[position], self._mailboxes
                 )
                 self.exchanges[position] = None if exchange.empty else exchange
-        self._subsets = [self._subset(position) for position in range(len(buckets))]
+        self._subsets = self._divide_by_bucket()
         self._owns_active = any(part["params"] for position in self.active_buckets for part in self._subsets[position])
         self._watched = self._addressed()
         self._pointers = list(map(Tensor.data_ptr, self._watched))
@@ -262,21 +261,29 @@ class Placement:
         addressed = [param for exchange in exchanges for param in exchange.addressed]
         return list({id(param): param for param in [*self.shard.cut_params, *addressed]}.values())
 
-    def _subset(self, bucket: int) -> list[dict[str, list]]:
-        """Per group, this rank's pieces of one bucket."""
-        subset = []
+    def _divide_by_bucket(self) -> list[list[dict[str, list]]]:
+        """By bucket and group: this rank's pieces, and their names if the group has names."""
+        subsets: list[list[dict[str, list]]] = [[] for _ in self.layout.buckets]
         for indices in self.indices:
-            inside = [index for index in indices if self.shard.pieces[index].bucket == bucket]
-            part: dict[str, list] = {"params": [self.shard.tensors[index] for index in inside]}
-            if inside and self.layout.spec_of[inside[0]].name is not None:
-                part["param_names"] = [self.layout.spec_of[index].name for index in inside]
-            subset.append(part)
-        return subset
+            named = any(self.layout.spec_of[index].name is not None for index in indices)
+            for subset in subsets:
+                subset.append({"params": [], "param_names": []} if named else {"params": []})
+            for index in indices:
+                part = subsets[self.shard.pieces[index].bucket][-1]
+                part["params"].append(self.shard.tensors[index])
+                if named:
+                    part["param_names"].append(self.layout.spec_of[index].name)
+        return subsets
+
+    @property
+    def has_eager_state(self) -> bool:
+        """Whether the optimizer makes state when it is built."""
+        return any(verdict.eager for verdict in self._verdicts)
 
     @property
     def splits(self) -> bool:
         """Whether a step goes bucket by bucket. A rank that owns nothing active steps its empty groups once instead."""
-        return self.splittable and self._owns_active
+        return self._owns_active and all(verdict.splittable for verdict in self._verdicts)
 
     # --- stepping -------------------------------------------------------------------------------------------------
 
