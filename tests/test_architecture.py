@@ -35,7 +35,7 @@ ARROWS = {
     "state": {"buckets", "codec", "collectives", "layout"},
     "placement": {"buckets", "codec", "collectives", "groups", "hostmemory", "layout", "local", "partition", "probe"},
     "saving": {"codec", "local", "placement", "state"},
-    "stepping": {"agreement", "buckets", "collectives", "hostmemory", "local", "placement"},
+    "stepping": {"agreement", "buckets", "hostmemory", "local", "placement"},
     "optimizer": {
         "agreement",
         "collectives",

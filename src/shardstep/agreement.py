@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
+from functools import cached_property
 from typing import NamedTuple
 
 from shardstep.collectives import Group
@@ -38,9 +39,15 @@ class Board:
         self._group = group
         self._meeting = 0
         self._note = self._reason = ""  # why the next, and the current, meeting is called
-        # The k-th optimizer built on this group meets the k-th of the other ranks. Copies are counted apart:
-        # they may be made on one rank only.
-        self._instance = f"{kind}{group.store.add(f'shardstep/{kind}/{group.rank}', 1)}"
+        self._kind = kind
+
+    @cached_property
+    def _instance(self) -> str:
+        """The k-th optimizer that comes to meet on this group meets the k-th of the other ranks.
+
+        Copies are counted apart, and from their first meeting on: one may be made on one rank only, to look at.
+        """
+        return f"{self._kind}{self._group.store.add(f'shardstep/{self._kind}/{self._group.rank}', 1)}"
 
     def agree(self, call: str, facts: Facts) -> None:
         """Collective: call on every rank of the group. Return if all state the same, else raise on all.
@@ -54,10 +61,12 @@ class Board:
         facts = [("call", {"method": call}), *facts]
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         self._enter(call, {"digest": digest})
-        verdict = self._await_verdict(call)
-        self._forget(self._meeting - 1)
+        verdict = self._await_verdict()
         if "failed" in verdict:
             raise RuntimeError(self._told_of_failure(call, *verdict["failed"]))
+        if "absent" in verdict:
+            raise RuntimeError(self._told_of_absence(call, verdict["absent"]))
+        self._forget(self._meeting - 1)
         if verdict["digests"]:
             raise RuntimeError(
                 f"{call} expects the same on every rank, but {self._first_difference(facts, digest, verdict)}. "
@@ -70,7 +79,7 @@ class Board:
             return
         text = f"{type(error).__name__}: {error}"
         self._enter(call, {"error": text})
-        self._group.store.set(self._key("verdict"), json.dumps({"failed": [self._group.rank, call, text]}))
+        self._publish({"failed": [self._group.rank, call, text]})
 
     def explain(self) -> str:
         """Where the other ranks are, if the store knows: for the message of a collective that failed.
@@ -103,6 +112,14 @@ class Board:
             f"{their_call}, which failed there: {error}"
         )
 
+    def _told_of_absence(self, call: str, absent: Sequence[int]) -> str:
+        why = f" ({self._reason})" if self._reason else ""
+        return (
+            f"{call}{why} expects a call on every rank of the group, but {_ranks(absent)} did not call it within "
+            f"{self._group.timeout.total_seconds():g} s. Call it on all {self._group.world_size} ranks, in the same "
+            "order."
+        )
+
     def _prefix(self, meeting: int) -> str:
         return f"shardstep/{self._instance}/{meeting}"
 
@@ -117,7 +134,7 @@ class Board:
         store.set(self._key(f"entered/{self._group.rank}"), json.dumps(entry))
         if store.add(self._key("count"), 1) == size:
             # The last to come has everything before it and decides; the others wait for one key only.
-            store.set(self._key("verdict"), json.dumps(self._decide()))
+            self._publish(self._decide())
 
     def _decide(self) -> dict:
         ranks_by_digest: dict[str, list[int]] = {}
@@ -128,17 +145,17 @@ class Board:
             ranks_by_digest.setdefault(entry["digest"], []).append(rank)
         return {"digests": ranks_by_digest if len(ranks_by_digest) > 1 else {}}
 
-    def _await_verdict(self, call: str) -> dict:
-        timeout = self._group.timeout
-        if not self._wait("verdict", timeout):
-            store, key = self._group.store, self._key
-            absent = [r for r in range(self._group.world_size) if not store.check([key(f"entered/{r}")])]
-            why = f" ({self._reason})" if self._reason else ""
-            raise RuntimeError(
-                f"{call}{why} expects a call on every rank of the group, but {_ranks(absent)} did not call it within "
-                f"{timeout.total_seconds():g} s. Call it on all {self._group.world_size} ranks, in the same order."
-            )
+    def _await_verdict(self) -> dict:
+        if not self._wait("verdict", self._group.timeout):
+            entered = [self._group.store.check([self._key(f"entered/{r}")]) for r in range(self._group.world_size)]
+            # The last one may have come this very moment, and is about to decide.
+            if not all(entered) or not self._wait("verdict", timedelta(seconds=5)):
+                return self._publish({"absent": [rank for rank, here in enumerate(entered) if not here]})
         return json.loads(self._group.store.get(self._key("verdict")))
+
+    def _publish(self, verdict: dict) -> dict:
+        """The first verdict counts, for everybody; return that."""
+        return json.loads(self._group.store.compare_set(self._key("verdict"), "", json.dumps(verdict)))
 
     def _wait(self, name: str, timeout: timedelta) -> bool:
         try:

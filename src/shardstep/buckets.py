@@ -6,9 +6,9 @@ contributes to its gather. ``BucketViews`` makes parameters views of one buffer 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ DIRECT_BYTES = 64 * 1024
 # A staging buffer of at most this size is kept from step to step: making thousands of small views anew costs more
 # than the copies themselves.
 KEPT_BYTES = 4 * 1024 * 1024
+KEPT_VIEWS = 4096  # per buffer, of which a ring has eight
 
 
 class Shard:
@@ -60,11 +61,6 @@ class Shard:
             self.pieces.pop(index, None)
             tensor = self.tensors.pop(index, None)
             self._cut = [cut for cut in self._cut if cut[1] is not tensor]
-
-    @property
-    def cut_params(self) -> list[Tensor]:
-        """The parameters of which this rank has a part."""
-        return [param for param, _, _ in self._cut]
 
     def bind(self) -> None:
         """Point the tensors of cut parameters at the memory that the parameters have now."""
@@ -111,18 +107,30 @@ class BucketViews:
 
     def bind(self, params: Mapping[int, Tensor]) -> None:
         """Make every parameter that is no view of its buffer one again, with the value that it has."""
-        for index, view in self._views.items():
-            param = params[index]
-            if param.data_ptr() != view.data_ptr() or param.stride() != view.stride():
-                view.copy_(param.data)
-                param.data = view
+        strayed = [
+            (params[index], view)
+            for index, view in self._views.items()
+            if params[index].data_ptr() != view.data_ptr() or params[index].stride() != view.stride()
+        ]
+        # Values first: somebody may have swapped two parameters, or transposed one, within the buffer.
+        values = [param.data.clone() for param, _ in strayed]
+        for (param, view), value in zip(strayed, values, strict=True):
+            view.copy_(value)
+            param.data = view
+
+
+class Flight(NamedTuple):
+    """An exchange under way. Wait for the handle, then ``Exchange.finish`` it."""
+
+    handle: Handle
+    staged: Tensor | None = None  # the buffer in which packed pieces travel
 
 
 class Exchange:
     """The gather of one bucket: pack what is small, send the rest from where it lies, unpack what arrived.
 
     With mailboxes everything is packed, into memory that the ranks share. Only pieces of active parameters take part.
-    Made anew whenever the set of active parameters changes, or the memory of one of those that are ``addressed``.
+    Made anew whenever the set of active parameters or the memory of one changes.
     """
 
     def __init__(
@@ -157,31 +165,30 @@ class Exchange:
         unnoticed = self._in_place is not None or any(self._direct) or buffer is not None
         self._written = [params[index] for index in bucket.params if active[index]] if unnoticed else []
         self._staging = _Staging(packed, group.rank, even=not self._pairwise) if any(packed) else None
-        # Parameters that are copied to as themselves may have any memory; of the others we hold an address.
-        as_themselves = {id(tensor) for tensors in packed for tensor in tensors}
-        taking_part = [params[index] for index in bucket.params if active[index]]
-        self.addressed = [param for param in taking_part if id(param) not in as_themselves]
         self.empty = self._in_place is None and not any(self._direct) and self._staging is None
 
-    def start(self) -> Handle:
-        """Send my shard and receive the others. Follow with ``finish`` after waiting for the handle."""
+    def start(self) -> Flight:
+        """Send my shard and receive the others."""
         if self._in_place is not None:
-            return collectives.gather_buffer(self._group, self._in_place)
+            return Flight(collectives.gather_buffer(self._group, self._in_place))
         if self._staging is None:
-            return collectives.gather_shards(self._group, self._direct)
+            return Flight(collectives.gather_shards(self._group, self._direct))
         if self._mailboxes is not None:
-            self._staging.pack(self._mailboxes.take().view(self._like.dtype))
-            return self._mailboxes.tell()
+            slot = self._staging.pack(self._mailboxes.take().view(self._like.dtype))
+            return Flight(self._mailboxes.tell(), slot)
         staged = self._staging.pack(self._staging.own_buffer(self._like))
         if self._staging.even:
-            return collectives.gather_buffer(self._group, _bytes(staged))
+            return Flight(collectives.gather_buffer(self._group, _bytes(staged)), staged)
         regions = [[_bytes(staged[low:high])] if low < high else [] for low, high in self._staging.regions]
-        return collectives.gather_shards(self._group, list(map(list.__add__, self._direct, regions)))
+        shards = list(map(list.__add__, self._direct, regions))
+        return Flight(collectives.gather_shards(self._group, shards), staged)
 
-    def finish(self) -> None:
+    def finish(self, flight: Flight) -> None:
         """Put what arrived where it belongs."""
-        if self._staging is not None:
-            self._staging.unpack()
+        if self._mailboxes is not None and self._staging is not None:
+            self._mailboxes.heard(flight.handle)
+        if self._staging is not None and flight.staged is not None:
+            self._staging.unpack(flight.staged)
         if self._written:
             torch.autograd.graph.increment_version(self._written)
 
@@ -238,35 +245,36 @@ class _Staging:
         self._targets = [tensor for owner, tensors in enumerate(packed) if owner != rank for tensor in tensors]
         self._own: Tensor | None = None
         self._views: dict[int, tuple[Tensor, list[Tensor], list[Tensor]]] = {}  # by address of the buffer
-        self._in_flight: deque[int] = deque()
 
     def own_buffer(self, like: Tensor) -> Tensor:
         """A buffer that no other rank sees. A small one is kept from step to step."""
         if self._own is None:
-            self._own = torch.empty(self.regions[-1][1], dtype=like.dtype, device=like.device)
+            with torch.inference_mode(False):  # it may be used again outside of it
+                self._own = torch.empty(self.regions[-1][1], dtype=like.dtype, device=like.device)
         return self._own
 
     def pack(self, buffer: Tensor) -> Tensor:
-        """Copy this rank's pieces into the buffer and return it. ``unpack`` follows, in the same order."""
-        address = buffer.data_ptr()
-        if address not in self._views:
-            self._views[address] = self._divide(buffer)
-        mine, slots, _ = self._views[address]
-        if self._sources and self._flat_sources:
-            torch.cat(self._sources, out=mine)  # several times faster than a foreach copy on the CPU
-        elif self._sources:
-            torch._foreach_copy_(slots, self._sources)
-        self._in_flight.append(address)
+        """Copy this rank's pieces into the buffer and return it."""
+        if buffer.data_ptr() not in self._views:
+            with torch.inference_mode(False):
+                self._views[buffer.data_ptr()] = self._divide(buffer)
+        mine, slots, _ = self._views[buffer.data_ptr()]
+        with torch.no_grad():
+            if self._sources and self._flat_sources:
+                torch.cat(self._sources, out=mine)  # several times faster than a foreach copy on the CPU
+            elif self._sources:
+                torch._foreach_copy_(slots, self._sources)
         return buffer
 
-    def unpack(self) -> None:
+    def unpack(self, buffer: Tensor) -> None:
         """Copy what arrived to the parameters of the other ranks."""
-        address = self._in_flight.popleft()
         if self._targets:
             with torch.no_grad():
-                torch._foreach_copy_(self._targets, self._views[address][2])
+                torch._foreach_copy_(self._targets, self._views[buffer.data_ptr()][2])
         if self._own is not None and self._own.nbytes > KEPT_BYTES:
             self._own = None
+            self._views.clear()
+        elif len(self._targets) > KEPT_VIEWS:
             self._views.clear()
 
     def _divide(self, buffer: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:

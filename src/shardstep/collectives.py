@@ -105,7 +105,7 @@ class Handle(NamedTuple):
     """What is in flight. ``wait`` orders it before what follows (on an accelerator: in stream order)."""
 
     works: tuple[dist.Work, ...]
-    memory: Tensor | None = None  # that must live as long as the works
+    memory: Tensor | None = None  # made for these works, to live as long as they do
 
     def wait(self) -> None:
         for work in self.works:
@@ -145,9 +145,12 @@ def _gather_pairwise(group: Group, shards: Sequence[Sequence[Tensor]]) -> Iterat
             yield dist.isend(tensor, group=process_group, group_dst=target, tag=_TAG)  # type: ignore[misc]
 
 
-def exchange_signals(group: Group) -> Handle:
-    """Start to send a byte to every other rank and to receive one from each. Waiting means: all came to this point."""
-    signals = torch.zeros(group.world_size, dtype=torch.uint8)
+def exchange_signals(group: Group, number: int) -> Handle:
+    """Start to send a byte to every other rank and to receive one from each: ``handle.memory``, by rank.
+
+    Waiting means: all came to this point.
+    """
+    signals = torch.full((group.world_size,), number, dtype=torch.uint8)
     return Handle(tuple(_gather_pairwise(group, [[signal] for signal in signals.split(1)])), signals)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -147,6 +148,22 @@ def specs_of(
             )
             found[index] = spec, param
     return found
+
+
+def check_apart(params: Mapping[int, Tensor]) -> None:
+    """ValueError if two parameters lie over the same memory: each would be updated and sent by an owner of its own."""
+    spans = sorted(
+        (str(param.device), param.data_ptr(), param.data_ptr() + param.nbytes, index)
+        for index, param in params.items()
+        if param.numel() and param.is_contiguous() and param.device.type != "meta"
+    )
+    for (device, _, end, first), (other, start, _, second) in pairwise(spans):
+        if device == other and start < end:
+            raise ValueError(
+                f"params expects parameters that do not share memory, but parameters {first} and {second} of shapes "
+                f"{tuple(params[first].shape)} and {tuple(params[second].shape)} do. Tie weights by using one "
+                "Parameter in both places."
+            )
 
 
 def _device_labels(params: Iterable[Tensor]) -> dict[torch.device, str]:

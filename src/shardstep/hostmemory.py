@@ -25,19 +25,17 @@ from shardstep.collectives import Group, Handle
 # the memory for staging.
 MAX_IN_FLIGHT = 4
 _FOLDER = "/dev/shm"
+_NUMBERS = 251  # exchanges are told apart by a byte
 
 
 class Mailboxes:
     """A ring of slots in memory that all ranks of the group share."""
 
-    def __init__(self, group: Group, memory: Tensor, count: int) -> None:
+    def __init__(self, group: Group, memory: Tensor, count: int, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes  # what fits; the slots themselves are whole pages
         self._group = group
         self._slots = list(memory.view(count, -1))
-        self._taken = 0
-
-    @property
-    def slot_bytes(self) -> int:
-        return self._slots[0].numel()
+        self._taken = self._heard = 0
 
     @property
     def in_flight(self) -> int:
@@ -46,13 +44,24 @@ class Mailboxes:
 
     def take(self) -> Tensor:
         """The slot of the next exchange, as bytes. Every rank takes slots in the same order."""
+        assert self._taken - self._heard < self.in_flight, "the note above rests on this"
         slot = self._slots[self._taken % len(self._slots)]
         self._taken += 1
         return slot
 
     def tell(self) -> Handle:
         """Tell the other ranks that this one has written, and start to wait for the same from them."""
-        return collectives.exchange_signals(self._group)
+        return collectives.exchange_signals(self._group, self._taken % _NUMBERS)
+
+    def heard(self, handle: Handle) -> None:
+        """All ranks have written, according to a handle that was waited for. RuntimeError if not the same exchange."""
+        self._heard += 1
+        numbers = handle.memory.tolist() if handle.memory is not None else []
+        if any(number != self._heard % _NUMBERS for number in numbers):
+            raise RuntimeError(
+                f"step expects all ranks to be in the same exchange, but they are in {numbers} (counted modulo "
+                f"{_NUMBERS}, by rank). A rank failed in an earlier step and went on: restart from a checkpoint."
+            )
 
 
 def open_mailboxes(group: Group, exchanges: int, slot_bytes: int) -> Mailboxes | None:
@@ -64,22 +73,25 @@ def open_mailboxes(group: Group, exchanges: int, slot_bytes: int) -> Mailboxes |
     its name once all ranks have mapped it: nothing is left behind, however the processes end. A rank on which the
     environment variable SHARDSTEP_SHARED_MEMORY is 0 wants none, and then nobody has any.
     """
-    slot_bytes = -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     count = 2 * min(exchanges, MAX_IN_FLIGHT)
+    size = count * -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     path, secret = os.path.join(_FOLDER, f"shardstep-{secrets.token_hex(8)}"), secrets.token_hex(16)
     wanted = os.environ.get("SHARDSTEP_SHARED_MEMORY") != "0"
-    memory = _create(path, secret, count * slot_bytes) if wanted and group.rank == 0 else None
+    memory = _create(path, secret, size) if wanted and group.rank == 0 else None
     told = collectives.move_json(group, [path, secret], 0, None)
     if wanted and group.rank != 0:
-        memory = _attach(told[0], told[1], count * slot_bytes)
+        memory = _attach(told[0], told[1], size)
     everyone = all(row[0] for row in collectives.all_gather_ints(group, [memory is not None]))
     if group.rank == 0 and os.path.exists(path):
         os.unlink(path)
-    return Mailboxes(group, memory, count) if everyone and memory is not None else None
+    return Mailboxes(group, memory, count, slot_bytes) if everyone and memory is not None else None
 
 
 def _create(path: str, secret: str, size: int) -> Tensor | None:
     try:
+        space = os.statvfs(_FOLDER)
+        if size > space.f_bavail * space.f_frsize / 2:  # others (data loaders, say) need some of it, too
+            return None
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
     except OSError:  # no such folder on this system: sockets will do
         return None

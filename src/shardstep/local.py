@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -66,13 +66,19 @@ def run_step(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def step_subset(optimizer: Optimizer, subset: Sequence[dict[str, list]]) -> Iterator[None]:
-    """Within this context group i holds ``subset[i]``: the parameters to step, and their names if it has names."""
-    whole = [{key: group[key] for key in part} for group, part in zip(optimizer.param_groups, subset, strict=True)]
+def step_subset(optimizer: Optimizer, subset: Mapping[int, dict[str, list]]) -> Iterator[None]:
+    """Within this context the optimizer has only the groups in ``subset``, by position, with only what is in there.
+
+    That is the parameters to step and, if the group has names, their names.
+    """
+    groups = optimizer.param_groups
+    whole = {position: {key: groups[position][key] for key in part} for position, part in subset.items()}
     try:
-        for group, part in zip(optimizer.param_groups, subset, strict=True):
-            group.update(part)
+        for position, part in subset.items():
+            groups[position].update(part)
+        optimizer.param_groups = [groups[position] for position in subset]
         yield
     finally:
-        for group, part in zip(optimizer.param_groups, whole, strict=True):
-            group.update(part)
+        optimizer.param_groups = groups
+        for position, part in whole.items():
+            groups[position].update(part)

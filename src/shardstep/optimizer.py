@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -20,7 +21,7 @@ from shardstep.placement import Placement
 from shardstep.report import MemoryReport
 from shardstep.saving import Snapshot
 from shardstep.state import StateView, collect, describe
-from shardstep.stepping import gather, update_and_gather
+from shardstep.stepping import GatherFailed, gather, update_and_gather
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +101,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         placement.settle()
         self._snapshot: Snapshot | None = None
         self._stepped = False  # whether any rank may hold state
+        self._failure = ""  # how the last step failed, if it did
+        self._gather_failed = False
         self._expose_state()
         if collectives.debug_is_on():
             logger.info("rank %d of %d: %s", self.rank, self.world_size, report.layout_text(placement.layout))
@@ -118,6 +121,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any], active: bool) -> Any:
         """``active``: False in the shadow step of a rank that has joined (see uneven.py)."""
         placement = self._placed
+        self._check_last_step()
         self._notice_changes()
         if active and closure is None:
             with self._undone_everywhere("step"):
@@ -126,15 +130,31 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         # With a closure the gradients to lend are those it leaves behind: see _sharded.
         borrowed = self._lend(active) if self._join_config.enable and not callable(closure) else None
         copy_options(self.param_groups, self.optim.param_groups)
-        if borrowed is None:
-            with self._own_gradients():
-                evaluate = self._sharded(closure) if callable(closure) else closure
-                loss = update_and_gather(placement, self.optim, self._board, evaluate, kwargs)
-        else:
-            with uneven.borrowed_gradients(placement.shard.tensors, borrowed):
-                loss = update_and_gather(placement, self.optim, self._board, None, {})
+        self._failure = "it did not end"
+        try:
+            if borrowed is None:
+                with self._own_gradients():
+                    evaluate = self._sharded(closure) if callable(closure) else closure
+                    loss = update_and_gather(placement, self.optim, self._board, evaluate, kwargs)
+            else:
+                with uneven.borrowed_gradients(placement.shard.tensors, borrowed):
+                    loss = update_and_gather(placement, self.optim, self._board, None, {})
+        except GatherFailed as error:
+            self._gather_failed, self._failure = True, str(error)
+            raise
         copy_options(self.optim.param_groups, self.param_groups)
+        self._failure = ""
         return loss
+
+    def _check_last_step(self) -> None:
+        """After a step that failed: did the others fail with us, at the same place? Then it can go on."""
+        if self._gather_failed:
+            raise RuntimeError(
+                "step expects a process group in which all ranks are at the same place, but an earlier step failed "
+                f"({self._failure}). Start the processes again, from a checkpoint."
+            )
+        if self._failure:
+            self._board.agree("step (the previous one failed)", [("exchanges", {"started": str(self._placed.started)})])
 
     def _sharded(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The closure for the local optimizer: its pieces get their slices of the gradients it computes."""
@@ -312,7 +332,8 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def _expose_state(self) -> None:
         placement = self._placed
         owned = {placement.params[index]: tensor for index, tensor in placement.shard.tensors.items()}
-        self._state_view = StateView(self._all_params, owned, lambda: self.optim.state, self._state_was_edited)
+        me = weakref.proxy(self)  # a real reference would keep all state alive until the garbage collector comes
+        self._state_view = StateView(self._all_params, owned, lambda: me.optim.state, lambda: me._state_was_edited())
 
     def _state_was_edited(self) -> None:
         self._snapshot, self._stepped = None, True
@@ -335,6 +356,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._group = collectives.open_group(collectives.find_group(state.pop("_group_name")))
         self._meeting_place = Board(self._group, kind="copy")
         self.process_group, self.initialized = self._group.process_group, True
+        self._failure, self._gather_failed = "", False
         self.world_size, self.rank = self._group.world_size, self._group.rank
         self.global_rank = self._group.global_rank
         super().__setstate__(state)

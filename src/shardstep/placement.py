@@ -55,16 +55,18 @@ class Placement:
         self.shard = Shard(group.rank)
         self.active: list[bool] = []
         self.exchanges: list[Exchange | None] = []
+        self.started = 0  # exchanges so far
         self.active_buckets: list[int] = []
         self.indices: list[list[int]] = []  # per group: the parameters whose piece the local optimizer steps
         self._verdicts: list[Verdict] = []  # per group
         self._views = BucketViews() if views else None
         self._mailboxes: Mailboxes | None = None
-        self._subsets: list[list[dict[str, list]]] = []
+        self._subsets: list[dict[int, dict[str, list]]] = []
         self._owns_active = False
         self._in_module = False  # known with bucket views only
-        self._watched: list[Tensor] = []
+        self._matrices: list[Tensor] = []  # parameters of which the strides can change
         self._pointers: list[int] = []
+        self._strides: list[tuple[int, ...]] = []
         self._probed: dict[str, Verdict] = {}
 
     # --- making and extending -------------------------------------------------------------------------------------
@@ -96,11 +98,11 @@ class Placement:
         gone = [spec.index for spec in self.layout.specs if spec.group >= count]
         buckets = tuple(bucket for bucket in self.layout.buckets if not set(bucket.params) & set(gone))
         self.layout = replace(self.layout, specs=kept, buckets=buckets)
-        self.shard.forget(gone)
         for index in gone:
-            tensor = self.params.pop(index)
-            optimizer.state.pop(tensor, None)
-            self.index_of.pop(tensor)
+            if index in self.shard.tensors:
+                optimizer.state.pop(self.shard.tensors[index], None)
+            self.index_of.pop(self.params.pop(index))
+        self.shard.forget(gone)
 
     def settle(self) -> None:
         """After all ranks agreed: move the parameters into their views and plan the exchanges."""
@@ -146,6 +148,7 @@ class Placement:
 
     def _place(self, param_groups: Sequence[dict[str, Any]], granularities: Sequence[str]) -> None:
         found = group_forms.specs_of(param_groups, granularities, list(self.params.values()))
+        group_forms.check_apart({**self.params, **{index: param for index, (_, param) in found.items()}})
         self.layout = partition.extend(self.layout, [spec for spec, _ in found.values()], self._bucket_bytes)
         self.params.update((index, param) for index, (_, param) in found.items())
         self.index_of.update((param, index) for index, (_, param) in found.items())
@@ -190,8 +193,11 @@ class Placement:
         self._plan()
 
     def moved(self) -> bool:
-        """Whether a parameter that this rank has the address of has other memory by now. One pass in C."""
-        return list(map(Tensor.data_ptr, self._watched)) != self._pointers
+        """Whether a parameter has other memory than at the last ``bind``, or lies otherwise in it. Passes in C."""
+        return (
+            list(map(Tensor.data_ptr, self.params.values())) != self._pointers
+            or list(map(Tensor.stride, self._matrices)) != self._strides
+        )
 
     def check_still_trained(self) -> None:
         """Raise if the model was given new parameters (``load_state_dict(assign=True)``) and trains without ours.
@@ -249,30 +255,28 @@ class Placement:
                 )
                 self.exchanges[position] = None if exchange.empty else exchange
         self._subsets = self._divide_by_bucket()
-        self._owns_active = any(part["params"] for position in self.active_buckets for part in self._subsets[position])
-        self._watched = self._addressed()
-        self._pointers = list(map(Tensor.data_ptr, self._watched))
+        self._owns_active = any(self._subsets[position] for position in self.active_buckets)
+        self._pointers = list(map(Tensor.data_ptr, self.params.values()))
+        self._matrices = [param for param in self.params.values() if param.dim() > 1]
+        self._strides = list(map(Tensor.stride, self._matrices))
 
-    def _addressed(self) -> list[Tensor]:
-        """The parameters whose memory this rank has an address of: only they can move away under our feet."""
-        if self._views is not None:
-            return list(self.params.values())
-        exchanges = [exchange for exchange in self.exchanges if exchange is not None]
-        addressed = [param for exchange in exchanges for param in exchange.addressed]
-        return list({id(param): param for param in [*self.shard.cut_params, *addressed]}.values())
+    def _divide_by_bucket(self) -> list[dict[int, dict[str, list]]]:
+        """By bucket: this rank's pieces, and their names, of the groups that have some in it.
 
-    def _divide_by_bucket(self) -> list[list[dict[str, list]]]:
-        """By bucket and group: this rank's pieces, and their names if the group has names."""
-        subsets: list[list[dict[str, list]]] = [[] for _ in self.layout.buckets]
-        for indices in self.indices:
+        A group of which this rank has nothing comes along empty in the first step: some optimizers write into it.
+        """
+        subsets: list[dict[int, dict[str, list]]] = [{} for _ in self.layout.buckets]
+        for position, indices in enumerate(self.indices):
             named = any(self.layout.spec_of[index].name is not None for index in indices)
-            for subset in subsets:
-                subset.append({"params": [], "param_names": []} if named else {"params": []})
             for index in indices:
-                part = subsets[self.shard.pieces[index].bucket][-1]
+                new: dict[str, list] = {"params": [], "param_names": []} if named else {"params": []}
+                part = subsets[self.shard.pieces[index].bucket].setdefault(position, new)
                 part["params"].append(self.shard.tensors[index])
                 if named:
                     part["param_names"].append(self.layout.spec_of[index].name)
+        first = next((subsets[bucket] for bucket in self.active_buckets if subsets[bucket]), None)
+        if first is not None:
+            first |= {position: {"params": []} for position, indices in enumerate(self.indices) if not indices}
         return subsets
 
     @property
@@ -290,7 +294,7 @@ class Placement:
     def update_bucket(self, optimizer: Optimizer, position: int) -> None:
         """Step this rank's pieces of one bucket."""
         subset = self._subsets[position]
-        if any(part["params"] for part in subset):
+        if subset:
             with step_subset(optimizer, subset):
                 unhooked_step(optimizer)()
 
@@ -314,7 +318,7 @@ class Placement:
         """A twin without the process group and what hangs on it, for copy and pickle."""
         twin = copy.copy(self)
         twin._group, twin.exchanges, twin._subsets = None, [], []  # type: ignore[assignment]
-        twin._watched, twin.index_of = [], {}
+        twin._matrices, twin.index_of = [], {}
         twin._mailboxes = None  # a copy may be made on one rank only, so it cannot open any
         twin._views = BucketViews() if self._views is not None else None  # made anew: copies share no memory
         return twin

@@ -190,7 +190,7 @@ def _trace(
             early = [param.detach().clone() for param in params]
         set_gradients(step)
         for subset in [[param] for param in params] if one_by_one else [params]:
-            with step_subset(optimizer, [{"params": subset}]):
+            with step_subset(optimizer, {0: {"params": subset}}):
                 run_step(optimizer, lambda step=step: _closure(params, set_gradients, step))
     states = [dict(optimizer.state.get(param, {})) for param in params]
     own = {key: value for key, value in vars(optimizer).items() if isinstance(value, (bool, int, float, Tensor))}

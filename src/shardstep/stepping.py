@@ -10,11 +10,15 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from shardstep.agreement import Board
-from shardstep.buckets import Exchange
-from shardstep.collectives import Handle
+from shardstep.buckets import Exchange, Flight
 from shardstep.hostmemory import MAX_IN_FLIGHT
 from shardstep.local import fire_post_hooks, fire_pre_hooks, unhooked_step
 from shardstep.placement import Placement
+
+
+class GatherFailed(RuntimeError):
+    """The parameters could not be gathered. What the ranks have sent each other since is unknown: nothing goes on."""
+
 
 Closure = Callable[[], Any] | None
 
@@ -28,7 +32,7 @@ def update_and_gather(
     everything is updated first.
     """
     loss = None
-    in_flight: deque[tuple[Exchange, Handle]] = deque()
+    in_flight: deque[tuple[Exchange, Flight]] = deque()
     try:
         kwargs = fire_pre_hooks(optimizer, kwargs)
         split = placement.splits and closure is None and not kwargs
@@ -44,6 +48,7 @@ def update_and_gather(
                 if len(in_flight) == MAX_IN_FLIGHT:
                     _finish(*in_flight.popleft(), board)
                 with record_function("shardstep::gather"):
+                    placement.started += 1
                     in_flight.append((exchange, exchange.start()))
         while in_flight:
             _finish(*in_flight.popleft(), board)
@@ -63,6 +68,7 @@ def gather(placement: Placement, board: Board) -> None:
     for position in placement.active_buckets:
         exchange = placement.exchanges[position]
         if exchange is not None:
+            placement.started += 1
             _finish(exchange, exchange.start(), board)
 
 
@@ -72,28 +78,32 @@ def _update_all(optimizer: Optimizer, closure: Closure, kwargs: dict[str, Any]) 
     return step(**kwargs) if closure is None else step(closure=closure, **kwargs)
 
 
-def _finish(exchange: Exchange, handle: Handle, board: Board) -> None:
+def _finish(exchange: Exchange, flight: Flight, board: Board) -> None:
     with record_function("shardstep::gather"):
         try:
-            handle.wait()
+            flight.handle.wait()
         except RuntimeError as error:
             raise _explained(error, board) from error
-        exchange.finish()
+        exchange.finish(flight)
 
 
-def _explained(error: RuntimeError, board: Board) -> RuntimeError:
+def _explained(error: RuntimeError, board: Board) -> GatherFailed:
     try:
         where = board.explain()
     except RuntimeError:  # the store is gone with its host; the first error is all there is to tell
         where = ""
     told = f" Meanwhile {where}. Call it on every rank, in the same order." if where else ""
-    return RuntimeError(f"step: the parameters could not be gathered: {error}.{told}")
+    return GatherFailed(f"step: the parameters could not be gathered: {error}.{told}")
 
 
-def _land(in_flight: deque[tuple[Exchange, Handle]]) -> None:
-    """After an error: what was launched must not write into memory that somebody else has by then."""
-    for _, handle in in_flight:
+def _land(in_flight: deque[tuple[Exchange, Flight]]) -> None:
+    """After an error: bring down what is in the air, so that nothing is written into memory that others have by then.
+
+    If all ranks failed at the same place, their parameters agree afterwards.
+    """
+    for exchange, flight in in_flight:
         try:
-            handle.wait()
+            flight.handle.wait()
+            exchange.finish(flight)
         except RuntimeError:  # the error that brought us here is the one to tell
             return
