@@ -47,9 +47,7 @@ def update_and_gather(
             if exchange is not None:
                 if len(in_flight) == MAX_IN_FLIGHT:
                     _finish(*in_flight.popleft(), board)
-                with record_function("shardstep::gather"):
-                    placement.started += 1
-                    in_flight.append((exchange, exchange.start()))
+                in_flight.append((exchange, _start(exchange, placement, board)))
         while in_flight:
             _finish(*in_flight.popleft(), board)
         fire_post_hooks(optimizer, kwargs)
@@ -68,14 +66,22 @@ def gather(placement: Placement, board: Board) -> None:
     for position in placement.active_buckets:
         exchange = placement.exchanges[position]
         if exchange is not None:
-            placement.started += 1
-            _finish(exchange, exchange.start(), board)
+            _finish(exchange, _start(exchange, placement, board), board)
 
 
 def _update_all(optimizer: Optimizer, closure: Closure, kwargs: dict[str, Any]) -> Any:
     """One step of the local optimizer over everything. Its step need not know closures unless there is one."""
     step = unhooked_step(optimizer)
     return step(**kwargs) if closure is None else step(closure=closure, **kwargs)
+
+
+def _start(exchange: Exchange, placement: Placement, board: Board) -> Flight:
+    with record_function("shardstep::gather"):
+        placement.started += 1
+        try:
+            return exchange.start()
+        except RuntimeError as error:
+            raise _explained(error, board) from error
 
 
 def _finish(exchange: Exchange, flight: Flight, board: Board) -> None:
