@@ -70,7 +70,7 @@ def open_mailboxes(group: Group, exchanges: int, slot_bytes: int) -> Mailboxes |
     Enough for steps of that many exchanges: no more than that, and no more than MAX_IN_FLIGHT, are in flight at once.
 
     Collective: call on every rank of the group. Rank 0 makes a file in memory that only its user can open, and removes
-    its name once all ranks have mapped it: nothing is left behind, however the processes end. A rank on which the
+    its name once all ranks have mapped it: nothing is left behind, unless it is killed in between. A rank on which the
     environment variable SHARDSTEP_SHARED_MEMORY is 0 wants none, and then nobody has any.
     """
     count = 2 * min(exchanges, MAX_IN_FLIGHT)
@@ -78,12 +78,14 @@ def open_mailboxes(group: Group, exchanges: int, slot_bytes: int) -> Mailboxes |
     path, secret = os.path.join(_FOLDER, f"shardstep-{secrets.token_hex(8)}"), secrets.token_hex(16)
     wanted = os.environ.get("SHARDSTEP_SHARED_MEMORY") != "0"
     memory = _create(path, secret, size) if wanted and group.rank == 0 else None
-    told = collectives.move_json(group, [path, secret], 0, None)
-    if wanted and group.rank != 0:
-        memory = _attach(told[0], told[1], size)
-    everyone = all(row[0] for row in collectives.all_gather_ints(group, [memory is not None]))
-    if group.rank == 0 and os.path.exists(path):
-        os.unlink(path)
+    try:
+        told = collectives.move_json(group, [path, secret], 0, None)
+        if wanted and group.rank != 0:
+            memory = _attach(told[0], told[1], size)
+        everyone = all(row[0] for row in collectives.all_gather_ints(group, [memory is not None]))
+    finally:
+        if group.rank == 0 and os.path.exists(path):
+            os.unlink(path)
     return Mailboxes(group, memory, count, slot_bytes) if everyone and memory is not None else None
 
 
