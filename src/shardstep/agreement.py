@@ -78,8 +78,11 @@ class Board:
         if self._group.world_size == 1:
             return
         text = f"{type(error).__name__}: {error}"
-        self._enter(call, {"error": text})
-        self._publish({"failed": [self._group.rank, call, text]})
+        try:
+            self._enter(call, {"error": text})
+            self._publish({"failed": [self._group.rank, call, text]})
+        except RuntimeError:  # the store is gone with its host: ``error`` is what the user must see, not this
+            return
 
     def explain(self) -> str:
         """Where the other ranks are, if the store knows: for the message of a collective that failed.
@@ -91,11 +94,9 @@ class Board:
             key = f"{self._prefix(self._meeting + 1)}/entered/{rank}"
             if rank != self._group.rank and store.check([key]):
                 entry = json.loads(store.get(key))
-                what = (
-                    f"failed in {entry['call']}: {entry['error']}"
-                    if "error" in entry
-                    else (f"waits in {entry['call']}")
-                )
+                what = f"waits in {entry['call']}"
+                if "error" in entry:
+                    what = f"failed in {entry['call']}: {entry['error']}"
                 found.append(f"rank {rank} {what}" + (f" ({entry['note']})" if entry.get("note") else ""))
         return "; ".join(found)
 

@@ -75,7 +75,7 @@ class Placement:
         """Place all groups and make the local optimizer over this rank's pieces."""
         chosen = [self._choose(group, wish) for group, wish in zip(param_groups, granularities, strict=True)]
         self._place(param_groups, chosen)
-        local_groups = [self._local_group(position, group) for position, group in enumerate(param_groups)]
+        local_groups = [self._local_group(group) for group in param_groups]
         optimizer = self._optimizer_class(local_groups, **self._defaults)
         if not isinstance(optimizer, Optimizer):
             raise ValueError(
@@ -89,7 +89,7 @@ class Placement:
         position = len(param_groups) - 1
         chosen = self._choose(param_groups[position], granularity)
         self._place(param_groups, [chosen] * len(param_groups))
-        optimizer.add_param_group(self._local_group(position, param_groups[position]))
+        optimizer.add_param_group(self._local_group(param_groups[position]))
 
     def retract(self, optimizer: Optimizer, count: int) -> None:
         """Undo ``extend``: keep the first ``count`` groups. Nothing was moved yet, so nothing moves back."""
@@ -154,7 +154,7 @@ class Placement:
         self.index_of.update((param, index) for index, (_, param) in found.items())
         self.shard.extend(self.layout, self.params)
 
-    def _local_group(self, position: int, group: dict[str, Any]) -> dict[str, Any]:
+    def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
         indices = [self.index_of[param] for param in group["params"]]
         owned = [index for index in indices if index in self.shard.tensors]
         self.indices.append(owned)

@@ -110,3 +110,24 @@ def test_every_rank_appears_once_and_what_is_named_is_what_it_stated(opinions, s
             assert stated <= {"absent", *(subject for subject, _ in opinion)}
         else:
             assert stated <= {fields.get(found.field, "absent") for s, fields in opinion if s == found.subject}
+
+
+def test_a_failure_is_not_replaced_by_that_of_a_store_that_is_gone():
+    """The host of the store may be the first to die; the user has to see what happened, not that nobody can be told."""
+    from types import SimpleNamespace
+
+    import torch.distributed as dist
+
+    from shardstep.agreement import Board
+    from shardstep.collectives import Group
+
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
+    group = Group(SimpleNamespace(get_group_store=lambda: client), 0, 2, 0, {"cpu": "gloo"})
+    board = Board(group)
+    board.fail("step", ValueError("while the store lives"))
+    assert client.check([board._key("verdict")])
+    del host
+    with pytest.raises(RuntimeError):
+        client.add("is anybody there", 1)
+    board.fail("step", ValueError("the real one"))
