@@ -30,14 +30,16 @@ class Shard:
     """This rank's pieces as tensors.
 
     A piece that covers its parameter *is* the parameter. A piece of a cut parameter is a tensor of its own
-    over the same memory, with a slice of the gradient.
+    over the same memory, with a slice of the gradient. With ``apart`` every piece is a tensor of its own: for steps
+    that take their gradients from elsewhere than the parameters'.
     """
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, rank: int, apart: bool = False) -> None:
         self._rank = rank
+        self._apart = apart
         self.pieces: dict[int, Piece] = {}  # parameter index -> my piece of it (a rank has one at the most)
         self.tensors: dict[int, Tensor] = {}
-        self._cut: list[tuple[Tensor, Tensor, slice]] = []  # parameter, tensor of my piece, range
+        self._own: list[tuple[Tensor, Tensor, slice | None]] = []  # parameter, tensor of my piece, range (None: whole)
 
     def extend(self, layout: Layout, params: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Take over what a longer layout adds. Return the new tensors by parameter index, ascending."""
@@ -45,12 +47,12 @@ class Shard:
         added = {}
         for index in sorted(pieces.keys() - self.pieces.keys()):
             piece, param = pieces[index], params[index]
-            if piece.whole:
+            if piece.whole and not self._apart:
                 added[index] = param
             else:
-                where = slice(piece.start, piece.stop)
-                added[index] = torch.nn.Parameter(_flat(param)[where], requires_grad=param.requires_grad)
-                self._cut.append((param, added[index], where))
+                where = None if piece.whole else slice(piece.start, piece.stop)
+                added[index] = torch.nn.Parameter(_span(param, where), requires_grad=param.requires_grad)
+                self._own.append((param, added[index], where))
             self.pieces[index] = piece
         self.tensors.update(added)
         return added
@@ -60,19 +62,19 @@ class Shard:
         for index in indices:
             self.pieces.pop(index, None)
             tensor = self.tensors.pop(index, None)
-            self._cut = [cut for cut in self._cut if cut[1] is not tensor]
+            self._own = [own for own in self._own if own[1] is not tensor]
 
     def bind(self) -> None:
-        """Point the tensors of cut parameters at the memory that the parameters have now."""
-        for param, tensor, where in self._cut:
-            tensor.data = _flat(param)[where]
+        """Point the tensors that are not the parameters themselves at the memory that the parameters have now."""
+        for param, tensor, where in self._own:
+            tensor.data = _span(param, where)
 
     def bind_gradients(self) -> None:
-        """Give the tensors of cut parameters their slice of the gradient."""
-        for param, tensor, where in self._cut:
+        """Give the tensors that are not the parameters themselves their part of the gradient."""
+        for param, tensor, where in self._own:
             gradient = param.grad
-            if gradient is None:
-                tensor.grad = None
+            if gradient is None or where is None:
+                tensor.grad = gradient
                 continue
             if gradient.layout is not torch.strided:
                 raise RuntimeError(
@@ -83,7 +85,7 @@ class Shard:
 
     def release_gradients(self) -> None:
         """Let go of the gradients, so that ``zero_grad`` frees them."""
-        for _, tensor, _ in self._cut:
+        for _, tensor, _ in self._own:
             tensor.grad = None
 
 
@@ -313,6 +315,11 @@ def _runs(bucket: Bucket, shard: Sequence[Piece]) -> list[tuple[int, int]]:
 def _flat(param: Tensor) -> Tensor:
     """The elements of a contiguous parameter, 1D, over the same memory and version counter."""
     return param.detach().view(-1)
+
+
+def _span(param: Tensor, where: slice | None) -> Tensor:
+    """A range of a parameter's elements, or (None) all of it as it is, over the same memory and version counter."""
+    return param.detach() if where is None else _flat(param)[where]
 
 
 def _bytes(flat: Tensor) -> Tensor:

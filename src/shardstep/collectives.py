@@ -11,6 +11,9 @@ CPU, gloo                   send/receive between every pair of ranks, all in fli
 equal shards, not gloo      ``all_gather_into_tensor`` on the buffer itself
 anything else               one broadcast per shard, all in flight
 ==========================  ============================================================================
+
+Gradients go the other way: on the CPU with gloo every rank gets everybody's part of its shard and sums them itself, in
+rank order; elsewhere ``reduce_scatter_tensor`` (equal shards) or one ``reduce`` per shard.
 """
 
 from __future__ import annotations
@@ -18,13 +21,19 @@ from __future__ import annotations
 import ctypes
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+GradBucket = dist.GradBucket  # what DDP gives to its hooks
+
+# torch 2.13 gave these new names and warns about the old ones.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 # Our sends and receives carry a tag of their own, so that they cannot meet a user's on the same group.
 _TAG = 0x5353
@@ -81,6 +90,39 @@ def open_group(process_group: dist.ProcessGroup | None) -> Group:
     )
 
 
+def open_side_group(group: Group) -> Group:
+    """A second process group of the same ranks, so that two kinds of traffic cannot block each other.
+
+    Collective: call on every rank of the group, and on no other. (``dist.new_group`` names a group after what else the
+    process has joined, which may differ between ranks: the count of side groups of this group does not.)
+    """
+    if group.world_size == 1:
+        return group
+    world = dist.distributed_c10d._world
+    ranks = dist.get_process_group_ranks(group.process_group)
+    number = group.store.add(f"shardstep/side/{group.rank}", 1)
+    name = f"{group.process_group.group_name}/shardstep-{number}"
+    side, _ = dist.distributed_c10d._new_process_group_helper(
+        group.world_size,
+        group.rank,
+        ranks,
+        dist.Backend(dist.get_backend_config(group.process_group)),
+        group.store,
+        name,  # type: ignore[arg-type]
+        timeout=group.timeout,
+        group_desc="shardstep",
+    )
+    assert isinstance(side, dist.ProcessGroup), "this rank is a member"
+    world.pg_group_ranks[side] = {global_rank: rank for rank, global_rank in enumerate(ranks)}
+    return replace(group, process_group=side)
+
+
+def same_ranks(one: Group, other: Group) -> bool:
+    """Whether two groups have the same members."""
+    members = dist.get_process_group_ranks
+    return members(one.process_group) == members(other.process_group)
+
+
 def is_member(process_group: dist.ProcessGroup | None) -> bool:
     """Whether there is such a group, and the caller is in it."""
     return dist.is_available() and dist.is_initialized() and dist.get_rank(process_group) >= 0
@@ -110,6 +152,17 @@ class Handle(NamedTuple):
     def wait(self) -> None:
         for work in self.works:
             work.wait()
+
+    def wait_for(self, seconds: float) -> bool:
+        """Whether it came to its end in that time. For ``exchange_headers`` only, which can be waited for again."""
+        try:
+            for work in self.works:
+                work.wait(timedelta(seconds=seconds))
+        except RuntimeError:
+            if all(work.is_completed() for work in self.works):  # then it is a failure of its own
+                raise
+            return False
+        return True
 
 
 def sends_pairwise(group: Group, device: torch.device) -> bool:
@@ -154,11 +207,84 @@ def exchange_signals(group: Group, number: int) -> Handle:
     return Handle(tuple(_gather_pairwise(group, [[signal] for signal in signals.split(1)])), signals)
 
 
+def exchange_headers(group: Group, header: Tensor) -> Handle:
+    """Start to tell every rank a few bytes, and to be told: ``handle.memory``, a row per rank. CPU tensors only."""
+    headers = torch.empty((group.world_size, header.numel()), dtype=torch.uint8)
+    if group.world_size == 1:
+        headers[0] = header
+        return Handle((), headers)
+    work = _all_gather(headers.view(-1), header, group=group.process_group, async_op=True)
+    return Handle((work,) if work is not None else (), headers)
+
+
+def swap_shards(group: Group, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Handle:
+    """Start to send ``outgoing[r]`` to every rank r and to receive ``incoming[r]`` from it: bytes, 1D, contiguous."""
+    process_group, me, size = group.process_group, group.rank, group.world_size
+    works = []
+    for distance in range(1, size):
+        source, target = (me - distance) % size, (me + distance) % size
+        if incoming[source].numel():
+            works.append(dist.irecv(incoming[source], group=process_group, group_src=source, tag=_TAG))
+        if outgoing[target].numel():
+            works.append(dist.isend(outgoing[target], group=process_group, group_dst=target, tag=_TAG))
+    return Handle(tuple(work for work in works if work is not None))
+
+
+def reduce_shards(group: Group, buffer: Tensor, shards: Sequence[Tensor], total: Tensor) -> Handle:
+    """Start to sum a buffer over the ranks, each rank's shard of it for that rank; this rank's sum goes to ``total``.
+
+    ``shards`` are ranges of ``buffer``. If they are equal and fill it, this is one native reduce-scatter. The buffer
+    is scratch memory afterwards.
+    """
+    if len({shard.numel() for shard in shards}) == 1 and shards[0].numel() * len(shards) == buffer.numel():
+        work = _reduce_scatter(total, buffer, group=group.process_group, async_op=True)
+        return Handle((work,) if work is not None else (), buffer)
+    works = [
+        dist.reduce(
+            total.copy_(shard) if rank == group.rank else shard,
+            group=group.process_group,
+            group_dst=rank,
+            async_op=True,
+        )
+        for rank, shard in enumerate(shards)
+        if shard.numel()
+    ]
+    return Handle(tuple(work for work in works if work is not None), buffer)
+
+
+def all_gather_rows(group: Group, row: Tensor) -> Tensor:
+    """Everybody's ``row`` (1D), stacked by rank, on its device. In stream order on an accelerator."""
+    if group.world_size == 1:
+        return row.unsqueeze(0)
+    wire = row.to(group.wire_device) if row.device.type not in group.backends else row
+    rows = torch.empty((group.world_size, wire.numel()), dtype=wire.dtype, device=wire.device)
+    _all_gather(rows.view(-1), wire.contiguous(), group=group.process_group)
+    return rows.to(row.device)
+
+
+def reduce_max(group: Group, tensor: Tensor) -> None:
+    """The largest of everybody's values, in place, on every rank. In stream order on an accelerator."""
+    if group.world_size > 1:
+        tensor.copy_(all_gather_rows(group, tensor.reshape(-1)).amax(0).view_as(tensor))
+
+
+def copy_from_rank_0(group: Group, tensors: Sequence[Tensor]) -> None:
+    """Give all ranks rank 0's values."""
+    with torch.no_grad():
+        for tensor in tensors if group.world_size > 1 else ():
+            flat = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else None
+            if flat is None:
+                continue
+            move(group, flat, 0, None)
+            if flat.data_ptr() != tensor.data_ptr():
+                tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+
+
 def gather_buffer(group: Group, buffer: Tensor) -> Handle:
     """Start to gather a buffer that is cut into ``world_size`` equal shards; mine is already in place."""
     shard = buffer.numel() // group.world_size
     mine = buffer[group.rank * shard : (group.rank + 1) * shard]
-    work = dist.all_gather_into_tensor(buffer, mine, group=group.process_group, async_op=True)
+    work = _all_gather(buffer, mine, group=group.process_group, async_op=True)
     return Handle((work,) if work is not None else ())
 
 

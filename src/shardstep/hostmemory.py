@@ -53,9 +53,13 @@ class Mailboxes:
         """Tell the other ranks that this one has written, and start to wait for the same from them."""
         return collectives.exchange_signals(self._group, self._taken % _NUMBERS)
 
+    def release(self) -> None:
+        """The oldest exchange is over: all ranks have written, and this one has read or is about to."""
+        self._heard += 1
+
     def heard(self, handle: Handle) -> None:
         """All ranks have written, according to a handle that was waited for. RuntimeError if not the same exchange."""
-        self._heard += 1
+        self.release()
         numbers = handle.memory.tolist() if handle.memory is not None else []
         if any(number != self._heard % _NUMBERS for number in numbers):
             raise RuntimeError(

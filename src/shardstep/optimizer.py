@@ -13,26 +13,29 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from shardstep import collectives, groups, replicas, report, saving, uneven
+from shardstep import clipping, collectives, groups, replicas, report, uneven
 from shardstep.agreement import Board
+from shardstep.gradients import GradientShards
 from shardstep.layout import Layout
+from shardstep.lazy import LazyGathers
 from shardstep.local import copy_options
 from shardstep.placement import Placement
 from shardstep.report import MemoryReport
-from shardstep.saving import Snapshot
-from shardstep.state import StateView, collect, describe
-from shardstep.stepping import GatherFailed, gather, update_and_gather
+from shardstep.rounds import Meeting, ReduceSettings, Rounds
+from shardstep.sharded_state import ShardedState
+from shardstep.stepping import GatherFailed, Gathers, gather, update_and_gather
 
 logger = logging.getLogger(__name__)
 
 
-class ZeroRedundancyOptimizer(Optimizer, Joinable):
-    """Wraps any optimizer and shards its state over the ranks of a process group (ZeRO-1).
+class ZeroRedundancyOptimizer(ShardedState, Joinable):
+    """Wraps any optimizer and shards its state over the ranks of a process group (ZeRO-1, ZeRO-2).
 
     Takes the arguments of ``torch.distributed.optim.ZeroRedundancyOptimizer``; changing the import is the whole
-    migration. Gradients must be the same on all ranks when ``step`` is called, as DDP leaves them. A step is
+    migration. Gradients must be the same on all ranks when ``step`` is called, as DDP leaves them; or, with
+    ``shard_gradients=True``, the model is not wrapped and the optimizer reduces them itself. A step is
 
-    1. *reduce*: nothing here, DDP (or the user) has reduced the gradients;
+    1. *reduce*: with ``shard_gradients`` bring in what backward has sent; else nothing, DDP has reduced the gradients;
     2. *update*: the local optimizer steps this rank's pieces, bucket by bucket if it may be split;
     3. *gather*: each bucket's shards go to all ranks while the next bucket is updated.
 
@@ -44,10 +47,21 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         optimizer_class: the class of the local optimizer.
         process_group: the ranks to shard over (default: all).
         parameters_as_bucket_view: make the parameters views of one buffer per bucket, so that nothing is packed.
-        overlap_with_ddp: step inside DDP's backward; not yet available.
+        overlap_with_ddp: step inside DDP's backward: see ``hook_with_zero_step``.
         shard: "element" cuts parameters anywhere and gives every rank exactly its share; "tensor" keeps them whole;
             "auto" asks the optimizer, by stepping tiny tensors, whether it may be cut.
         bucket_cap_mb: the size of a bucket, in MiB.
+        shard_gradients: reduce the gradients during backward and keep this rank's share only (ZeRO-2). The model must
+            not be wrapped in DDP. ``param.grad`` is then a ``ShardedGradient``; see ``full_grad``, ``clip_grad_norm_``,
+            ``no_sync``.
+        broadcast_parameters: with ``shard_gradients``: start from rank 0's parameters.
+        reduce_dtype: with ``shard_gradients``: in which dtype gradients travel, are summed and kept until the step.
+        gradient_buckets_in_flight: with ``shard_gradients``: how many buckets may be under way at once.
+        overlap_backward: with ``shard_gradients``: False reduces at the end of backward instead of during it.
+        lazy_gather: end a step while the last parameters still travel; the next forward waits for each when it needs
+            it, and so does everybody else who touches one.
+        find_unused_parameters: with ``shard_gradients`` on accelerators: parameters may be unused in a backward. (On
+            the CPU they always may.)
         **defaults: given to ``optimizer_class``.
 
     Example::
@@ -68,26 +82,42 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         *,
         shard: str = "auto",
         bucket_cap_mb: float = 25,
+        shard_gradients: bool = False,
+        broadcast_parameters: bool = True,
+        reduce_dtype: torch.dtype | None = None,
+        gradient_buckets_in_flight: int = 2,
+        overlap_backward: bool = True,
+        find_unused_parameters: bool = False,
+        lazy_gather: bool = False,
         **defaults: Any,
     ) -> None:
         self._placement: Placement | None = None  # None while torch's constructor adds the groups one by one
         self._meeting_place: Board | None = None
         with self._undone_everywhere("ZeroRedundancyOptimizer", process_group):
-            if overlap_with_ddp:
-                raise NotImplementedError(
-                    "overlap_with_ddp=True is not available yet. Leave it out: stepping after backward gives the same."
-                )
+            settings = ReduceSettings(
+                reduce_dtype, gradient_buckets_in_flight, overlap_backward, find_unused_parameters
+            )
+            settings.check(shard_gradients, overlap_with_ddp)
             new_groups = groups.normalize(params)
             granularities = [groups.take_granularity(group, shard) for group in new_groups]
             groups.name_empty_groups(new_groups)
+            given = [dict(group) for group in new_groups]
             Optimizer.__init__(self, new_groups, dict(defaults))
             Joinable.__init__(self)
             self._group = collectives.open_group(process_group)
             self._meeting_place = Board(self._group)
             placement = Placement(
-                self._group, optimizer_class, defaults, shard, bucket_cap_mb, views=bool(parameters_as_bucket_view)
+                self._group,
+                optimizer_class,
+                defaults,
+                shard,
+                bucket_cap_mb,
+                views=bool(parameters_as_bucket_view),
+                apart=shard_gradients or overlap_with_ddp,
             )
-            self.optim = placement.build(self.param_groups, granularities)
+            self.optim = placement.build(self.param_groups, granularities, given)
+            if shard_gradients:
+                groups.check_not_in_ddp(placement.params.values())
         self._placement = placement
         self.process_group = self._group.process_group
         self.world_size = self._group.world_size
@@ -97,10 +127,27 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self.initialized = True
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups)
-        self._board.agree("ZeroRedundancyOptimizer", placement.facts(self.param_groups))
+        mode = {"shard_gradients": str(shard_gradients), "overlap_with_ddp": str(overlap_with_ddp), **settings.facts()}
+        mode |= {"broadcast_parameters": str(broadcast_parameters), "lazy_gather": str(lazy_gather)}
+        self._board.agree("ZeroRedundancyOptimizer", placement.facts(self.param_groups, mode))
+        self._overlap_with_ddp = overlap_with_ddp
+        self._steps_in_backward = False  # a DDP hook does (see overlap.py)
+        self._when_extended: list[Callable[[], None]] = []
+        self._broadcasts = shard_gradients and broadcast_parameters
+        side = collectives.open_side_group(self._group) if shard_gradients or overlap_with_ddp else self._group
+        if overlap_with_ddp:
+            placement.gather_through(side)
+        if self._broadcasts:
+            collectives.copy_from_rank_0(self._group, list(placement.params.values()))
         placement.settle()
-        self._snapshot: Snapshot | None = None
-        self._stepped = False  # whether any rank may hold state
+        self._gradients: GradientShards | None = None
+        self._rounds: Rounds | None = None
+        if shard_gradients:
+            self._gradients, self._rounds = self._reduce_gradients(side, settings)
+        self._divide_by_initial_world_size = True  # in a Join context
+        self._lazy_gather = lazy_gather
+        self._lazy: LazyGathers | None = None
+        self._snapshot, self._stepped = None, False
         self._failure = ""  # how the last step failed, if it did
         self._gather_failed = False
         self._expose_state()
@@ -113,38 +160,75 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         """Update this rank's pieces and gather the parameters.
 
         Collective: call on every rank of the group. ``closure`` is run on each rank; ``kwargs`` go to the local
-        optimizer's step. Returns what that returns.
+        optimizer's step. Returns what that returns. With a DDP hook the step has been made when backward is over: then
+        this only runs the closure, if there is one.
         """
-        Join.notify_join_context(self)
-        return self._step(closure, kwargs, active=True)
+        if self._steps_in_backward:
+            return closure() if callable(closure) else None
+        if self._rounds is None or not callable(closure):  # else the closure's backward does it first
+            Join.notify_join_context(self)
+        return self._step(closure, kwargs)
 
-    def _step(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any], active: bool) -> Any:
-        """``active``: False in the shadow step of a rank that has joined (see uneven.py)."""
+    def _step(
+        self, closure: Callable[[], Any] | None, kwargs: dict[str, Any], everyone: list[uneven.Call] | None = None
+    ) -> Any:
+        """``everyone``: in the shadow step of a rank that has joined, what the ranks do (see uneven.py)."""
         placement = self._placed
-        self._check_last_step()
-        self._notice_changes()
-        if active and closure is None:
+        self._begin_step()
+        if everyone is None and closure is None:
             with self._undone_everywhere("step"):
                 placement.check_still_trained()
-        self._snapshot, self._stepped = None, True
         # With a closure the gradients to lend are those it leaves behind: see _sharded.
-        borrowed = self._lend(active) if self._join_config.enable and not callable(closure) else None
+        borrowed = self._lend(everyone) if self._join_config.enable and not callable(closure) else None
         copy_options(self.param_groups, self.optim.param_groups)
-        self._failure = "it did not end"
         try:
             if borrowed is None:
                 with self._own_gradients():
                     evaluate = self._sharded(closure) if callable(closure) else closure
-                    loss = update_and_gather(placement, self.optim, self._board, evaluate, kwargs)
+                    loss = self._update_and_gather(evaluate, kwargs)
             else:
                 with uneven.borrowed_gradients(placement.shard.tensors, borrowed):
-                    loss = update_and_gather(placement, self.optim, self._board, None, {})
+                    loss = self._update_and_gather(None, {})
         except GatherFailed as error:
-            self._gather_failed, self._failure = True, str(error)
+            self._note_failed_gather(error)
             raise
         copy_options(self.optim.param_groups, self.param_groups)
-        self._failure = ""
+        self._end_step()
         return loss
+
+    def _update_and_gather(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
+        placement, gathers = self._placed, Gathers(self._placed, self._board)
+        lazily = self._lazy_gather and closure is None
+        loss = update_and_gather(placement, self.optim, gathers, self._board, closure, kwargs, lazily)
+        if gathers.in_flight:
+            me = weakref.proxy(self)
+            self._lazy = LazyGathers(gathers, placement.params_of, lambda error: me._note_failed_gather(error))
+        return loss
+
+    def wait_for_parameters(self) -> None:
+        """With ``lazy_gather``: finish the gathers that are still under way.
+
+        Touching a parameter does so by itself. A model compiled with ``torch.compile`` looks at parameters without
+        touching them: call this before its forward.
+        """
+        lazy, self._lazy = self._lazy, None
+        if lazy is not None:
+            lazy.finish()
+
+    def _note_failed_gather(self, error: GatherFailed) -> None:
+        self._gather_failed, self._failure = True, str(error)
+
+    def _begin_step(self) -> None:
+        self.wait_for_parameters()
+        self._check_last_step()
+        self._notice_changes()
+        self._snapshot, self._stepped = None, True
+        self._failure = "it did not end"
+
+    def _end_step(self) -> None:
+        self._failure = ""
+        if self._rounds is not None:
+            self._rounds.stepped()
 
     def _check_last_step(self) -> None:
         """After a step that failed: did the others fail with us, at the same place? Then it can go on."""
@@ -164,20 +248,25 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             nonlocal lends
             loss = closure()
             if lends:
-                self._lend(active=True)
+                if self._rounds is not None:
+                    Join.notify_join_context(self)
+                self._lend()
                 lends = False
-            self._placed.shard.bind_gradients()
+            self._bind_gradients()
             return loss
 
         return evaluate
 
     @contextmanager
     def _own_gradients(self) -> Iterator[None]:
-        self._placed.shard.bind_gradients()
+        self._bind_gradients()
         try:
             yield
         finally:
             self._placed.shard.release_gradients()
+
+    def _bind_gradients(self) -> None:
+        (self._placed.shard if self._gradients is None else self._gradients).bind_gradients()
 
     def _notice_changes(self) -> None:
         """Parameters that were frozen, unfrozen or given other memory since the last step."""
@@ -191,10 +280,150 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             if placement.moved():
                 placement.bind()
 
-    def _lend(self, active: bool) -> dict[int, Tensor] | None:
-        lending = uneven.Lending.meet(self._group, active)
-        placement = self._placed
-        return uneven.lend(self._group, lending, placement.layout, placement.params, self.param_groups)
+    def _lend(self, everyone: list[uneven.Call] | None = None) -> dict[int, Tensor] | None:
+        everyone = everyone or uneven.meet(self._group, uneven.Call(uneven.STEP))
+        lending, placement = uneven.Lending.among(everyone), self._placed
+        return uneven.lend(
+            self._group,
+            lending,
+            placement.layout,
+            placement.params,
+            self.param_groups,
+            gradients=self._gradients is None,
+        )
+
+    # --- gradients ------------------------------------------------------------------------------------------------
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients (or set them to zero).
+
+        With ``shard_gradients`` also what is still under way: after an exception in forward or backward, call it on
+        every rank and go on with the next batch.
+        """
+        if self._gradients is None:
+            super().zero_grad(set_to_none)
+            return
+        exposed = self._gradients.hide()
+        super().zero_grad(set_to_none)
+        self._reducing("zero_grad").clear(keep=[] if set_to_none else exposed)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """With ``shard_gradients``: within this context backward adds to local gradients and sends nothing.
+
+        The first backward after it reduces the sum. Full gradients are held meanwhile.
+        """
+        rounds = self._reducing("no_sync")
+        before, rounds.sync = rounds.sync, False
+        try:
+            yield
+        finally:
+            rounds.sync = before
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Scale the gradients so that the norm of all of them together is at most ``max_norm``.
+
+        Returns the norm as it was, 0-dim, the same bits on every rank. Collective with ``shard_gradients``: call on
+        every rank of the group.
+        """
+        if self._steps_in_backward:
+            raise RuntimeError(
+                "clip_grad_norm_ expects gradients that were not used yet, but with a DDP hook the step is made during "
+                "backward. Drop overlap_with_ddp to clip."
+            )
+        return clipping.clip(
+            self._all_params,
+            self._gradients,
+            max_norm,
+            norm_type,
+            error_if_nonfinite,
+            lambda limit, order: self._announce(uneven.CLIP, limit, order),
+        )
+
+    def full_grad(self, param: Tensor) -> Tensor | None:
+        """The whole reduced gradient of one parameter, on every rank; None if it has none.
+
+        Collective with ``shard_gradients``: call on every rank of the group, with the same parameter.
+        """
+        index = self._index_of(param, "full_grad")
+        if self._gradients is None:
+            return param.grad
+        self._board.agree("full_grad", [("argument", {"param": self._placed.layout.spec_of[index].label})])
+        return self._gradients.full(index)
+
+    def broadcast_buffers(self, model: torch.nn.Module) -> None:
+        """Give all ranks rank 0's buffers (the running statistics of BatchNorm), as DDP does before every forward.
+
+        Collective: call on every rank of the group. Without DDP nobody else does.
+        """
+        if self._join_config.enable:
+            raise RuntimeError(
+                "broadcast_buffers expects all ranks to call it, but in a Join context some may have run out of "
+                "inputs. Call it before or after."
+            )
+        collectives.copy_from_rank_0(self._group, list(model.buffers()))
+
+    def _reduce_gradients(self, group: collectives.Group, settings: ReduceSettings) -> tuple[GradientShards, Rounds]:
+        shards = GradientShards(self._placed, group, settings.reduce_dtype)
+        me = weakref.proxy(self)
+        rounds = Rounds(shards, self._board, settings, lambda given_up, sent: me._meet_for_round(given_up, sent))
+        bound = weakref.proxy(rounds)
+        shards.bring_in = lambda: bound.complete()
+        return shards, rounds
+
+    def _reducing(self, call: str) -> Rounds:
+        if self._rounds is None:
+            raise RuntimeError(
+                f"{call} expects an optimizer that reduces the gradients itself. Use shard_gradients=True, or "
+                f"{call} of DDP."
+            )
+        return self._rounds
+
+    def _meet_for_round(self, given_up: bool, sent: int) -> Meeting:
+        """Before gradients are reduced: is everybody there? Called on ranks that have inputs."""
+        Join.notify_join_context(self)
+        assert self._gradients is not None
+        if not self._join_config.enable:
+            self._gradients.announce_unscaling = None
+            if not given_up:
+                return Meeting(self.world_size)
+            return Meeting(self.world_size, max(row[0] for row in collectives.all_gather_ints(self._group, [sent])))
+        me = weakref.proxy(self)
+        self._gradients.announce_unscaling = lambda scale, index: me._announce(uneven.UNSCALE, scale, index)
+        return self._meeting_of(uneven.meet(self._group, uneven.Call(uneven.ROUND, given_up, sent)))
+
+    def _announce(self, kind: int, first: float, second: float) -> None:
+        """In a Join context: have the ranks that joined take part in a collective that is no step or round."""
+        if self._join_config.enable:
+            Join.notify_join_context(self)
+            uneven.meet(self._group, uneven.Call.of(kind, first, second))
+
+    def _meeting_of(self, everyone: list[uneven.Call]) -> Meeting:
+        active = sum(call.kind != uneven.JOINED for call in everyone)
+        most_sent = max(call.sent for call in everyone) if any(call.given_up for call in everyone) else None
+        return Meeting(self.world_size if self._divide_by_initial_world_size else active, most_sent)
+
+    def _shadow(self) -> None:
+        """On a rank that has run out of inputs: take part in what the others do now."""
+        if self._steps_in_backward:  # DDP's shadow calls the hook
+            return
+        rounds, gradients = self._rounds, self._gradients
+        if rounds is None or gradients is None:
+            self._step(None, {}, uneven.meet(self._group, uneven.Call(uneven.JOINED)))
+            return
+        everyone = uneven.meet(self._group, uneven.Call(uneven.JOINED, 0, rounds.sent))
+        call = next((call for call in everyone if call.kind != uneven.JOINED), uneven.Call(uneven.JOINED))
+        first, second = call.arguments
+        if call.kind == uneven.ROUND:
+            rounds.shadow(self._meeting_of(everyone))
+        elif call.kind == uneven.CLIP:
+            clipping.clip(self._all_params, gradients, first, second, error_if_nonfinite=False)
+        elif call.kind == uneven.UNSCALE:
+            like = self._placed.params[int(second)]
+            scale = torch.tensor(first, dtype=torch.float32, device=like.device)
+            gradients.unscale_like(like, torch.zeros(1, device=like.device), scale)
+        else:
+            self._step(None, {}, everyone)
 
     # --- groups ---------------------------------------------------------------------------------------------------
 
@@ -212,134 +441,33 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
                 group = groups.normalize_group(param_group)
                 granularity = groups.take_granularity(group, placement.default_granularity)
                 groups.name_empty_groups([*self.param_groups, group])
+                given = dict(group)
                 super().add_param_group(group)
-                placement.extend(self.optim, self.param_groups, granularity)
+                placement.extend(self.optim, self.param_groups, granularity, given)
             copy_options(self.optim.param_groups[count:], self.param_groups[count:])
             self._board.agree("add_param_group", placement.facts(self.param_groups))
         except BaseException:
             del self.param_groups[count:]
             placement.retract(self.optim, count)
             raise
+        if self._broadcasts:
+            collectives.copy_from_rank_0(self._group, self.param_groups[-1]["params"])
         placement.settle()
+        if self._rounds is not None:
+            self._rounds.extend()
+        for notify in self._when_extended:
+            notify()
         self._expose_state()
         if placement.has_eager_state and self._snapshot is not None:  # the new parameters came with state
             self._snapshot, self._stepped = None, True
 
-    # --- state ----------------------------------------------------------------------------------------------------
-
-    def consolidate_state_dict(self, to: int = 0, *, chunk_mb: float = 16) -> None:
-        """Collect the full state on the CPU of rank ``to``, where ``state_dict`` returns it until the next change.
-
-        Collective: call on every rank of the group. No rank holds more than two chunks of ``chunk_mb`` MiB besides
-        its state and, on rank ``to``, the result.
-        """
-        placement = self._placed
-        with self._undone_everywhere("consolidate_state_dict"):
-            if not isinstance(to, int) or not 0 <= to < self.world_size:
-                raise ValueError(
-                    f"to expects a rank of the process group, from 0 to {self.world_size - 1}, but got {to!r}. "
-                    "Leave it out for 0."
-                )
-            if not isinstance(chunk_mb, (int, float)) or not chunk_mb > 0:
-                raise ValueError(f"chunk_mb expects a size above 0 in MiB but got {chunk_mb!r}. Leave it out for 16.")
-            described = describe(placement.shard, placement.layout, self.optim.state)
-        self._board.agree("consolidate_state_dict", [("argument", {"to": str(to), "chunk_mb": str(chunk_mb)})])
-        chunk = max(int(chunk_mb * 2**20), 1)
-        with self._undone_everywhere("consolidate_state_dict"):
-            states: dict[Any, Any] = collect(self._group, placement.layout, described, to=to, chunk_bytes=chunk)
-        self._board.agree("consolidate_state_dict", [("outcome", {"done": "True"})])
-        if self.rank == to:
-            states.update((key, value) for key, value in self.optim.state.items() if not isinstance(key, Tensor))
-        self._snapshot = Snapshot(to, states)
-
-    @torch._disable_dynamo
-    def state_dict(self) -> dict[str, Any]:
-        """The state in torch's plain form: loadable by the plain optimizer and at any number of ranks.
-
-        Not collective. Before the first step it is the empty form. Afterwards call ``consolidate_state_dict`` first:
-        its recipient gets the full state, the other ranks the groups, an empty state and a mark that says who has it.
-        """
-        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
-            pre_hook(self)
-        if self._stepped and self._snapshot is None:
-            raise RuntimeError(
-                "state_dict() expects the state to be consolidated since the last step, load or change, but it is not. "
-                f"Call optimizer.consolidate_state_dict(to={self.rank}) on every rank first."
-            )
-        state_dict = saving.plain_form(self.param_groups, self._snapshot, self.rank)
-        for post_hook in self._optimizer_state_dict_post_hooks.values():
-            changed = post_hook(self, state_dict)
-            state_dict = state_dict if changed is None else changed
-        return state_dict
-
-    @torch._disable_dynamo
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict in torch's plain form, from this class or the plain optimizer, saved at any world size.
-
-        Collective: call on every rank of the group, with the same full dict, which is not changed. Each rank takes
-        copies of its pieces. If it fails on a rank it fails on all, and nothing is changed anywhere.
-        """
-        with self._undone_everywhere("load_state_dict"):
-            state_dict = saving.outer_copy(state_dict)
-            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-                changed = pre_hook(self, state_dict)
-                state_dict = state_dict if changed is None else changed
-            undo = saving.load_local(state_dict, self.param_groups, self._placed, self.optim)
-        try:
-            self._board.agree("load_state_dict", saving.facts_of(state_dict))
-        except BaseException:
-            undo()
-            raise
-        saving.load_options(state_dict, self.param_groups, self.optim.param_groups)
-        self._snapshot, self._stepped = None, bool(state_dict["state"])
-        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
-            post_hook(self)
-
-    def full_state(self, param: Tensor) -> dict[str, Any]:
-        """One parameter's full state, on the CPU of every rank.
-
-        Collective: call on every rank of the group, with the same parameter.
-        """
-        placement = self._placed
-        with self._undone_everywhere("full_state"):
-            index = placement.index_of.get(param) if isinstance(param, Tensor) else None
-            if index is None:
-                told = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
-                raise ValueError(
-                    f"full_state expects a parameter of this optimizer but got {told} that is in none of its groups. "
-                    "Pass one of model.parameters()."
-                )
-            described = describe(placement.shard, placement.layout, self.optim.state, only=index)
-        self._board.agree("full_state", [("argument", {"param": placement.layout.spec_of[index].label})])
-        states = collect(self._group, placement.layout, described, to=None, chunk_bytes=2**24)
-        return states.get(index, {})
-
-    @property
-    def state(self) -> StateView:  # type: ignore[override]
-        """The local optimizer's state, keyed by the user's parameters: see ``StateView``."""
-        return self._state_view
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        view = self.__dict__.get("_state_view")
-        if view is None:  # torch's constructor, before there is a local optimizer
-            return
-        view.clear()
-        for key, entry in value.items():
-            if entry:
-                view[key] = entry
-
-    def _expose_state(self) -> None:
-        placement = self._placed
-        owned = {placement.params[index]: tensor for index, tensor in placement.shard.tensors.items()}
-        me = weakref.proxy(self)  # a real reference would keep all state alive until the garbage collector comes
-        self._state_view = StateView(self._all_params, owned, lambda: me.optim.state, lambda: me._state_was_edited())
-
-    def _state_was_edited(self) -> None:
-        self._snapshot, self._stepped = None, True
-
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: everything but the process group, which is found again by name, and the hooks."""
+        if self._gradients is not None or self._steps_in_backward:
+            raise RuntimeError(
+                "a copy expects an optimizer without hooks on its parameters, but shard_gradients and overlap_with_ddp "
+                "have some. Copy its state dict instead."
+            )
         return {
             "defaults": self.defaults,
             "param_groups": self.param_groups,
@@ -357,6 +485,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         self._meeting_place = Board(self._group, kind="copy")
         self.process_group, self.initialized = self._group.process_group, True
         self._failure, self._gather_failed = "", False
+        self._gradients, self._rounds, self._broadcasts = None, None, False
+        self._overlap_with_ddp = self._steps_in_backward = self._lazy_gather = False
+        self._lazy, self._when_extended = None, []
+        self._divide_by_initial_world_size = True
         self.world_size, self.rank = self._group.world_size, self._group.rank
         self.global_rank = self._group.global_rank
         super().__setstate__(state)
@@ -380,7 +512,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
 
     def memory(self) -> MemoryReport:
         """Bytes of parameters, gradients and optimizer state that this rank holds, measured on its live tensors."""
-        return report.measure(self._placed.params.values(), self.optim.state)
+        sharded = []
+        if self._gradients is not None and self._rounds is not None:
+            sharded = [*self._gradients.shards(), *self._rounds.tensors()]
+        return report.measure(self._placed.params.values(), self.optim.state, sharded)
 
     def __getattr__(self, name: str) -> Any:
         """Forward ``train`` and ``eval`` to a local optimizer that has them (schedule-free ones do).
@@ -391,6 +526,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
         def switch() -> None:
+            self.wait_for_parameters()
             self._notice_changes()
             copy_options(self.param_groups, self.optim.param_groups)
             getattr(self.optim, name)()
@@ -402,8 +538,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     # --- uneven inputs --------------------------------------------------------------------------------------------
 
     def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook that shadows ``step`` on a rank that has run out of inputs. List DDP before the optimizer."""
-        return _ShadowStep(self)
+        """The hook that shadows this rank's part once it has run out of inputs. List DDP before the optimizer.
+
+        With ``shard_gradients`` there is no DDP, and ``divide_by_initial_world_size`` is taken as DDP takes it.
+        """
+        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return _Shadow(self)
 
     @property
     def join_device(self) -> torch.device:
@@ -413,41 +553,12 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
     def join_process_group(self) -> Any:
         return self.process_group
 
-    # --- inside ---------------------------------------------------------------------------------------------------
 
-    @property
-    def _all_params(self) -> list[Tensor]:
-        return [param for group in self.param_groups for param in group["params"]]
-
-    @property
-    def _placed(self) -> Placement:
-        assert self._placement is not None
-        return self._placement
-
-    @property
-    def _board(self) -> Board:
-        assert self._meeting_place is not None
-        return self._meeting_place
-
-    @contextmanager
-    def _undone_everywhere(self, call: str, process_group: Any = None) -> Iterator[None]:
-        """If this rank fails here, tell the ranks that wait for it, before the error goes on to the user."""
-        try:
-            yield
-        except Exception as error:
-            board = self._meeting_place
-            if board is None and collectives.is_member(process_group):
-                board = Board(collectives.open_group(process_group))
-            if board is not None:
-                board.fail(call, error)
-            raise
-
-
-class _ShadowStep(JoinHook):
-    """Takes part in the steps of the ranks that still have inputs."""
+class _Shadow(JoinHook):
+    """Takes part in what the ranks that still have inputs do."""
 
     def __init__(self, optimizer: ZeroRedundancyOptimizer) -> None:
         self._optimizer = optimizer
 
     def main_hook(self) -> None:
-        self._optimizer._step(None, {}, active=False)
+        self._optimizer._shadow()

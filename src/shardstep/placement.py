@@ -22,7 +22,7 @@ from shardstep.buckets import BucketViews, Exchange, Shard
 from shardstep.codec import dtype_name
 from shardstep.collectives import Group
 from shardstep.hostmemory import MAX_IN_FLIGHT, Mailboxes, open_mailboxes
-from shardstep.layout import Layout
+from shardstep.layout import Bucket, Layout
 from shardstep.local import options_of, step_subset, unhooked_step
 from shardstep.probe import Verdict, examine
 
@@ -40,11 +40,13 @@ class Placement:
         granularity: str,
         bucket_cap_mb: float,
         views: bool,
+        apart: bool = False,
     ) -> None:
         _check_optimizer_class(optimizer_class)
         if not isinstance(bucket_cap_mb, (int, float)) or not 0 < bucket_cap_mb < float("inf"):
             raise ValueError(f"bucket_cap_mb expects a size above 0 in MiB but got {bucket_cap_mb!r}. Use 25.")
         self._group: Group = group
+        self.wire: Group = group  # through which parameters are gathered
         self._optimizer_class = optimizer_class
         self._defaults = defaults
         self._bucket_bytes = max(int(bucket_cap_mb * 2**20), 1)
@@ -52,7 +54,7 @@ class Placement:
         self.layout = Layout(group.world_size)
         self.params: dict[int, Tensor] = {}
         self.index_of: dict[Tensor, int] = {}
-        self.shard = Shard(group.rank)
+        self.shard = Shard(group.rank, apart)
         self.active: list[bool] = []
         self.exchanges: list[Exchange | None] = []
         self.started = 0  # exchanges so far
@@ -67,15 +69,26 @@ class Placement:
         self._matrices: list[Tensor] = []  # parameters of which the strides can change
         self._pointers: list[int] = []
         self._strides: list[tuple[int, ...]] = []
+        self._orders: dict[int, tuple[int, ...] | None] = {}  # how parameters lay in memory when they were placed
         self._probed: dict[str, Verdict] = {}
 
     # --- making and extending -------------------------------------------------------------------------------------
 
-    def build(self, param_groups: Sequence[dict[str, Any]], granularities: Sequence[str]) -> Optimizer:
-        """Place all groups and make the local optimizer over this rank's pieces."""
-        chosen = [self._choose(group, wish) for group, wish in zip(param_groups, granularities, strict=True)]
-        self._place(param_groups, chosen)
-        local_groups = [self._local_group(group) for group in param_groups]
+    def build(
+        self,
+        param_groups: Sequence[dict[str, Any]],
+        granularities: Sequence[str],
+        given: Sequence[dict[str, Any]],
+    ) -> Optimizer:
+        """Place all groups and make the local optimizer over this rank's pieces.
+
+        ``given``: the groups as the user gave them. What a group does not say, the optimizer itself fills in: some have
+        other defaults for some groups (Muon).
+        """
+        options = [options_of(group) for group in given]
+        rows = zip(param_groups, granularities, options, strict=True)
+        self._place(param_groups, [self._choose(group, wish, said) for group, wish, said in rows])
+        local_groups = [self._local_group(group, said) for group, said in zip(param_groups, options, strict=True)]
         optimizer = self._optimizer_class(local_groups, **self._defaults)
         if not isinstance(optimizer, Optimizer):
             raise ValueError(
@@ -84,12 +97,18 @@ class Placement:
             )
         return optimizer
 
-    def extend(self, optimizer: Optimizer, param_groups: Sequence[dict[str, Any]], granularity: str) -> None:
+    def extend(
+        self,
+        optimizer: Optimizer,
+        param_groups: Sequence[dict[str, Any]],
+        granularity: str,
+        given: dict[str, Any],
+    ) -> None:
         """Place the last group of ``param_groups`` and give this rank's pieces of it to the local optimizer."""
-        position = len(param_groups) - 1
-        chosen = self._choose(param_groups[position], granularity)
+        position, options = len(param_groups) - 1, options_of(given)
+        chosen = self._choose(param_groups[position], granularity, options)
         self._place(param_groups, [chosen] * len(param_groups))
-        optimizer.add_param_group(self._local_group(param_groups[position]))
+        optimizer.add_param_group(self._local_group(param_groups[position], options))
 
     def retract(self, optimizer: Optimizer, count: int) -> None:
         """Undo ``extend``: keep the first ``count`` groups. Nothing was moved yet, so nothing moves back."""
@@ -102,7 +121,12 @@ class Placement:
             if index in self.shard.tensors:
                 optimizer.state.pop(self.shard.tensors[index], None)
             self.index_of.pop(self.params.pop(index))
+            self._orders.pop(index)
         self.shard.forget(gone)
+
+    def gather_through(self, group: Group) -> None:
+        """Gather through another process group of the same ranks."""
+        self.wire = group
 
     def settle(self) -> None:
         """After all ranks agreed: move the parameters into their views and plan the exchanges."""
@@ -115,28 +139,29 @@ class Placement:
 
     def _open_mailboxes(self) -> None:
         """Shared memory for the buckets that no single parameter makes larger than the cap."""
-        group = self._group
+        group = self.wire
         if group.world_size == 1 or not all(collectives.sends_pairwise(group, p.device) for p in self.params.values()):
             return
-        sizes = [bucket.numel * bucket.itemsize for bucket in self.layout.buckets]
-        small = [size for size in sizes if size <= self._bucket_bytes * 1.01]  # padding may exceed the cap by that much
+        small = [bucket.numel * bucket.itemsize for bucket in self.layout.buckets if self.is_small(bucket)]
         if not small:
             return
         in_flight, boxes = min(len(small), MAX_IN_FLIGHT), self._mailboxes
         if boxes is None or boxes.slot_bytes < max(small) or boxes.in_flight < in_flight:
             self._mailboxes = open_mailboxes(group, in_flight, max(small))
 
-    def _choose(self, group: dict[str, Any], wish: str) -> str:
+    def is_small(self, bucket: Bucket) -> bool:
+        """Whether the bucket is not larger than the cap. (Padding may exceed it a little.)"""
+        return bucket.numel * bucket.itemsize <= self._bucket_bytes * 1.01
+
+    def _choose(self, group: dict[str, Any], wish: str, options: dict[str, Any]) -> str:
         """The granularity of a group: what the user wished, checked, or what the probe says."""
         like = group_forms.first_floating(group["params"])
         if like is None:
             self._verdicts.append(Verdict(False, True, "it has nothing to probe"))
             return "tensor"
-        key = repr((_shape_of_options(options_of(group)), like.dtype, like.device, wish == "tensor"))
+        key = repr((_shape_of_options(options), like.dtype, like.device, wish == "tensor"))
         if key not in self._probed:
-            self._probed[key] = examine(
-                self._optimizer_class, self._defaults, options_of(group), like, vouched=wish == "tensor"
-            )
+            self._probed[key] = examine(self._optimizer_class, self._defaults, options, like, vouched=wish == "tensor")
         verdict = self._probed[key]
         if wish == "element" and not verdict.elementwise:
             raise ValueError(
@@ -152,13 +177,14 @@ class Placement:
         self.layout = partition.extend(self.layout, [spec for spec, _ in found.values()], self._bucket_bytes)
         self.params.update((index, param) for index, (_, param) in found.items())
         self.index_of.update((param, index) for index, (_, param) in found.items())
+        self._orders.update((index, memory_order(param)) for index, (_, param) in found.items())
         self.shard.extend(self.layout, self.params)
 
-    def _local_group(self, group: dict[str, Any]) -> dict[str, Any]:
+    def _local_group(self, group: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
         indices = [self.index_of[param] for param in group["params"]]
         owned = [index for index in indices if index in self.shard.tensors]
         self.indices.append(owned)
-        local = {**options_of(group), "params": [self.shard.tensors[index] for index in owned]}
+        local = {**options, "params": [self.shard.tensors[index] for index in owned]}
         if "param_names" in group:
             names = dict(zip(indices, group["param_names"], strict=True))
             local["param_names"] = [names[index] for index in owned]
@@ -251,7 +277,7 @@ class Placement:
         if self._group.world_size > 1:
             for position in self.active_buckets:
                 exchange = Exchange(
-                    buckets[position], self.params, active, self._group, buffers[position], self._mailboxes
+                    buckets[position], self.params, active, self.wire, buffers[position], self._mailboxes
                 )
                 self.exchanges[position] = None if exchange.empty else exchange
         self._subsets = self._divide_by_bucket()
@@ -287,7 +313,22 @@ class Placement:
     @property
     def splits(self) -> bool:
         """Whether a step goes bucket by bucket. A rank that owns nothing active steps its empty groups once instead."""
-        return self._owns_active and all(verdict.splittable for verdict in self._verdicts)
+        return self._owns_active and self.splittable
+
+    @property
+    def splittable(self) -> bool:
+        """Whether the optimizer may be stepped bucket by bucket: the same on every rank."""
+        return all(verdict.splittable for verdict in self._verdicts)
+
+    def lies_as_placed(self) -> bool:
+        """Whether all parameters lie in memory in the order in which they did when they were placed."""
+        if all(map(Tensor.is_contiguous, self.params.values())) and not any(self._orders.values()):
+            return True
+        return all(memory_order(param) == self._orders[index] for index, param in self.params.items())
+
+    def params_of(self, position: int) -> list[Tensor]:
+        """The parameters of one bucket."""
+        return [self.params[index] for index in self.layout.buckets[position].params]
 
     # --- stepping -------------------------------------------------------------------------------------------------
 
@@ -300,13 +341,16 @@ class Placement:
 
     # --- agreement, copies ----------------------------------------------------------------------------------------
 
-    def facts(self, param_groups: Sequence[dict[str, Any]]) -> list[tuple[str, dict[str, str]]]:
+    def facts(
+        self, param_groups: Sequence[dict[str, Any]], further: dict[str, str] | None = None
+    ) -> list[tuple[str, dict[str, str]]]:
         """What must be the same on every rank."""
         settings = {
             "optimizer_class": getattr(self._optimizer_class, "__qualname__", repr(self._optimizer_class)),
             "bucket_cap_mb": str(self._bucket_bytes / 2**20),
             "parameters_as_bucket_view": str(self._views is not None),
             "number of groups": str(len(param_groups)),
+            **(further or {}),
         }
         return [("argument", settings), *group_forms.facts_of(param_groups, self.layout.specs)]
 
@@ -317,7 +361,8 @@ class Placement:
     def portable(self) -> Placement:
         """A twin without the process group and what hangs on it, for copy and pickle."""
         twin = copy.copy(self)
-        twin._group, twin.exchanges, twin._subsets = None, [], []  # type: ignore[assignment]
+        twin._group = twin.wire = None  # type: ignore[assignment]
+        twin.exchanges, twin._subsets = [], []
         twin._matrices, twin.index_of = [], {}
         twin._mailboxes = None  # a copy may be made on one rank only, so it cannot open any
         twin._views = BucketViews() if self._views is not None else None  # made anew: copies share no memory
@@ -330,11 +375,18 @@ class Placement:
                 f"a pickled optimizer expects the {self.layout.world_size} ranks it was made on but got "
                 f"{group.world_size}. Use consolidate_state_dict and load_state_dict to change the number of ranks."
             )
-        self._group = group
+        self._group = self.wire = group
         self.index_of = {param: index for index, param in self.params.items()}
         if self._views is not None:
             self._views.extend(self.layout, self.params)
         self.bind()
+
+
+def memory_order(param: Tensor) -> tuple[int, ...] | None:
+    """How the elements of a parameter lie in memory; None: in their own order."""
+    if param.is_contiguous():
+        return None
+    return tuple(stride for stride, size in zip(param.stride(), param.shape, strict=True) if size > 1)
 
 
 def _check_optimizer_class(optimizer_class: Any) -> None:

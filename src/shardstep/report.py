@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -63,10 +63,14 @@ def layout_text(layout: Layout) -> str:
     return "\n".join(lines)
 
 
-def measure(params: Iterable[Tensor], state: Mapping[Any, Any]) -> MemoryReport:
-    """Bytes of distinct memory behind parameters, their gradients, and the state of the local optimizer."""
+def measure(params: Iterable[Tensor], state: Mapping[Any, Any], sharded: Sequence[Tensor]) -> MemoryReport:
+    """Bytes of distinct memory behind parameters, their gradients, and the state of the local optimizer.
+
+    ``sharded``: gradients that are not on the parameters. (A sharded gradient there has no memory of its own.)
+    """
     params = list(params)
-    gradients = [param.grad for param in params if param.grad is not None]
+    gradients = [param.grad for param in params if type(param.grad) is Tensor]
+    gradients += sharded
     return MemoryReport(_bytes(params), _bytes(gradients), _bytes(_tensors(dict(state))))
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.autograd.profiler import record_function
@@ -23,74 +24,124 @@ class GatherFailed(RuntimeError):
 Closure = Callable[[], Any] | None
 
 
+class Gathers:
+    """The exchanges of one step: started one after the other, finished in the same order, few in the air at once."""
+
+    def __init__(self, placement: Placement, board: Board) -> None:
+        self._placement = placement
+        self._board = board
+        self._in_flight: deque[tuple[int, Exchange, Flight]] = deque()
+
+    @property
+    def in_flight(self) -> list[int]:
+        """The buckets under way, in the order in which they were started."""
+        return [position for position, _, _ in self._in_flight]
+
+    def start(self, position: int) -> None:
+        """Start the exchange of a bucket. All ranks start them in the same order."""
+        exchange = self._placement.exchanges[position]
+        if exchange is None:
+            return
+        if len(self._in_flight) == MAX_IN_FLIGHT:
+            self.finish_oldest()
+        with record_function("shardstep::gather"):
+            self._placement.started += 1
+            try:
+                self._in_flight.append((position, exchange, exchange.start()))
+            except RuntimeError as error:
+                raise _explained(error, self._board) from error
+
+    def finish(self) -> None:
+        """Bring all ranks' parameters up to date with what was started."""
+        while self._in_flight:
+            self.finish_oldest()
+
+    def land(self) -> None:
+        """After an error: bring down what is in the air, so that nothing is written into memory that others have later.
+
+        If all ranks failed at the same place, their parameters agree afterwards.
+        """
+        while self._in_flight:
+            try:
+                self.finish_oldest()
+            except RuntimeError:  # the error that brought us here is the one to tell
+                self._in_flight.clear()
+
+    def finish_oldest(self) -> None:
+        """Wait for the bucket that was started first, and put it where it belongs."""
+        _, exchange, flight = self._in_flight.popleft()
+        with record_function("shardstep::gather"):
+            try:
+                flight.handle.wait()
+            except RuntimeError as error:
+                raise _explained(error, self._board) from error
+            exchange.finish(flight)
+
+
 def update_and_gather(
-    placement: Placement, optimizer: Optimizer, board: Board, closure: Closure, kwargs: dict[str, Any]
+    placement: Placement,
+    optimizer: Optimizer,
+    gathers: Gathers,
+    board: Board,
+    closure: Closure,
+    kwargs: dict[str, Any],
+    lazily: bool = False,
 ) -> Any:
     """Step the local optimizer and bring all ranks' parameters up to date. Return what the optimizer returned.
 
     A bucket travels while the next one is updated. With a closure or arguments, or if the optimizer may not be split,
-    everything is updated first.
+    everything is updated first. ``lazily``: start with the buckets that the next forward needs first, and leave the
+    last ones under way, in ``gathers``.
     """
     loss = None
-    in_flight: deque[tuple[Exchange, Flight]] = deque()
-    try:
+    with failing_together(placement, board, gathers):
         kwargs = fire_pre_hooks(optimizer, kwargs)
         split = placement.splits and closure is None and not kwargs
         if not split:
-            with record_function("shardstep::update"):
-                loss = _update_all(optimizer, closure, kwargs)
-        for position in placement.active_buckets:
+            loss = update_all(optimizer, closure, kwargs)
+        for position in reversed(placement.active_buckets) if lazily else placement.active_buckets:
             if split:
-                with record_function("shardstep::update"):
-                    placement.update_bucket(optimizer, position)
-            exchange = placement.exchanges[position]
-            if exchange is not None:
-                if len(in_flight) == MAX_IN_FLIGHT:
-                    _finish(*in_flight.popleft(), board)
-                in_flight.append((exchange, _start(exchange, placement, board)))
-        while in_flight:
-            _finish(*in_flight.popleft(), board)
+                update_bucket(placement, optimizer, position)
+            gathers.start(position)
+        if not lazily:
+            gathers.finish()
         fire_post_hooks(optimizer, kwargs)
+    return loss
+
+
+@contextmanager
+def failing_together(placement: Placement, board: Board, gathers: Gathers) -> Iterator[None]:
+    """If a step fails in this context, the other ranks are told and what is in the air is brought down."""
+    try:
+        yield
     except Exception as error:
         clearer = placement.kind_error()
         board.fail("step", clearer or error)
-        _land(in_flight)
+        gathers.land()
         if clearer is not None:
             raise clearer from error
         raise
-    return loss
 
 
 def gather(placement: Placement, board: Board) -> None:
     """Bring all ranks' parameters up to date with their owners'."""
+    gathers = Gathers(placement, board)
     for position in placement.active_buckets:
-        exchange = placement.exchanges[position]
-        if exchange is not None:
-            _finish(exchange, _start(exchange, placement, board), board)
+        gathers.start(position)
+    gathers.finish()
 
 
-def _update_all(optimizer: Optimizer, closure: Closure, kwargs: dict[str, Any]) -> Any:
+def update_bucket(placement: Placement, optimizer: Optimizer, position: int) -> None:
+    """Step this rank's pieces of one bucket."""
+    with record_function("shardstep::update"):
+        placement.update_bucket(optimizer, position)
+
+
+def update_all(optimizer: Optimizer, closure: Closure, kwargs: dict[str, Any]) -> Any:
     """One step of the local optimizer over everything. Its step need not know closures unless there is one."""
     step = unhooked_step(optimizer)
-    return step(**kwargs) if closure is None else step(closure=closure, **kwargs)
-
-
-def _start(exchange: Exchange, placement: Placement, board: Board) -> Flight:
-    with record_function("shardstep::gather"):
-        placement.started += 1
-        try:
-            return exchange.start()
-        except RuntimeError as error:
-            raise _explained(error, board) from error
-
-
-def _finish(exchange: Exchange, flight: Flight, board: Board) -> None:
-    with record_function("shardstep::gather"):
-        try:
-            flight.handle.wait()
-        except RuntimeError as error:
-            raise _explained(error, board) from error
-        exchange.finish(flight)
+    with record_function("shardstep::update"):
+        return step(**kwargs) if closure is None else step(closure=closure, **kwargs)
 
 
 def _explained(error: RuntimeError, board: Board) -> GatherFailed:
@@ -100,16 +151,3 @@ def _explained(error: RuntimeError, board: Board) -> GatherFailed:
         where = ""
     told = f" Meanwhile {where}. Call it on every rank, in the same order." if where else ""
     return GatherFailed(f"step: the parameters could not be gathered: {error}.{told}")
-
-
-def _land(in_flight: deque[tuple[Exchange, Flight]]) -> None:
-    """After an error: bring down what is in the air, so that nothing is written into memory that others have by then.
-
-    If all ranks failed at the same place, their parameters agree afterwards.
-    """
-    for exchange, flight in in_flight:
-        try:
-            flight.handle.wait()
-            exchange.finish(flight)
-        except RuntimeError:  # the error that brought us here is the one to tell
-            return

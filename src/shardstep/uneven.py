@@ -6,9 +6,10 @@ rank that is still active lends it the gradients of its pieces, and the options,
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,16 +20,41 @@ from shardstep.collectives import Group
 from shardstep.layout import Layout
 from shardstep.local import options_of
 
+# What a rank does now: nothing of its own, a step, a round of reductions, clipping, unscaling.
+JOINED, STEP, ROUND, CLIP, UNSCALE = range(5)
+
+
+class Call(NamedTuple):
+    """What one rank does now, as whole numbers."""
+
+    kind: int
+    given_up: int = 0  # of a round, see rounds.py
+    sent: int = 0
+    first: int = 0  # arguments, as the bits of floats
+    second: int = 0
+
+    @classmethod
+    def of(cls, kind: int, first: float, second: float) -> Call:
+        return cls(kind, 0, 0, *struct.unpack("qq", struct.pack("dd", first, second)))
+
+    @property
+    def arguments(self) -> tuple[float, float]:
+        return struct.unpack("dd", struct.pack("qq", self.first, self.second))  # type: ignore[return-value]
+
+
+def meet(group: Group, call: Call) -> list[Call]:
+    """Collective: call on every rank of the group. What everybody does now, by rank."""
+    return [Call(*row) for row in collectives.all_gather_ints(group, call)]
+
 
 class Lending(tuple):
     """(lender, borrower) pairs of one step: who gives gradients to whom. Empty while nobody has joined."""
 
     @classmethod
-    def meet(cls, group: Group, active: bool) -> Lending:
-        """Collective: call on every rank of the group. Find out who is still active."""
-        flags = [bool(row[0]) for row in collectives.all_gather_ints(group, [active])]
-        lenders = [rank for rank, is_active in enumerate(flags) if is_active]
-        borrowers = [rank for rank, is_active in enumerate(flags) if not is_active]
+    def among(cls, everyone: Sequence[Call]) -> Lending:
+        """Who lends to whom, if this is what the ranks do."""
+        lenders = [rank for rank, call in enumerate(everyone) if call.kind != JOINED]
+        borrowers = [rank for rank, call in enumerate(everyone) if call.kind == JOINED]
         return cls((lenders[i % len(lenders)], borrower) for i, borrower in enumerate(borrowers) if lenders)
 
 
@@ -38,24 +64,25 @@ def lend(
     layout: Layout,
     params: Mapping[int, Tensor],
     groups: Sequence[dict[str, Any]],
+    gradients: bool,
 ) -> dict[int, Tensor] | None:
     """Give or take what the lending says. Return the gradients this rank borrowed, by parameter index; None if none.
 
-    Borrowed options are written into ``groups``.
+    Borrowed options are written into ``groups``. ``gradients``: False if every rank has those of its pieces itself.
     """
     borrowed = None
     for lender, borrower in lending:
         if group.rank == lender:
-            _give(group, borrower, layout, params, groups)
+            _give(group, borrower, layout, params if gradients else {}, groups)
         elif group.rank == borrower:
-            borrowed = _take(group, lender, layout, params, groups)
-    return borrowed
+            borrowed = _take(group, lender, layout, params if gradients else {}, groups)
+    return borrowed if gradients else None
 
 
 def _give(
     group: Group, borrower: int, layout: Layout, params: Mapping[int, Tensor], groups: Sequence[dict[str, Any]]
 ) -> None:
-    pieces = layout.pieces(borrower)
+    pieces = layout.pieces(borrower) if params else []
     has_gradient = [params[piece.param].grad is not None for piece in pieces]
     tensors: list[Tensor] = []
 
@@ -82,7 +109,8 @@ def _take(
     for own, options in zip(groups, message["options"], strict=True):
         _adopt(own, decode(options, values))
     borrowed = {}
-    for piece, present in zip(layout.pieces(group.rank), message["has_gradient"], strict=True):
+    pieces = layout.pieces(group.rank) if params else []
+    for piece, present in zip(pieces, message["has_gradient"], strict=True):
         if present:
             param = params[piece.param]
             span = torch.empty(piece.numel, dtype=param.dtype, device=param.device)

@@ -1,0 +1,144 @@
+"""What ``param.grad`` is once gradients are sharded: a tensor of the parameter's shape of which a rank has its piece.
+
+Programs look at ``param.grad``, set it to None, scale it, ask for its norm. They go on working, because a sharded
+gradient knows its owner and answers for all ranks. What would need the whole gradient raises and names ``full_grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+class Owner(Protocol):
+    """Who keeps the shards behind sharded gradients."""
+
+    def complete(self) -> None:
+        """Collective. Reduce what has not been reduced yet."""
+
+    def local(self, index: int) -> Tensor | None:
+        """This rank's piece of a parameter's reduced gradient, 1D; None if it owns no piece of it."""
+
+    def norm_of(self, index: int, order: float, dtype: torch.dtype) -> Tensor:
+        """Collective. The norm of a parameter's whole gradient, 0-dim."""
+
+    def unscale(self, like: Tensor, found_inf: Tensor, inverse_scale: Tensor) -> None:
+        """Collective. Multiply all shards of ``like``'s device and dtype; tell every rank if any has an inf or nan."""
+
+
+class ShardedGradient(Tensor):
+    """The gradient of one parameter, spread over the ranks. Has no memory of its own."""
+
+    _owner: Owner
+    _index: int
+    _label: str
+    incoming: Tensor | None  # what autograd wanted to add, for the owner to take
+
+    @staticmethod
+    def __new__(cls, param: Tensor, owner: Owner, index: int, label: str) -> ShardedGradient:
+        gradient = torch.Tensor._make_wrapper_subclass(
+            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
+        )
+        gradient._owner, gradient._index, gradient._label, gradient.incoming = owner, index, label, None
+        return gradient
+
+    def take_incoming(self) -> Tensor | None:
+        """What autograd added since the last call."""
+        incoming, self.incoming = self.incoming, None
+        return incoming
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"ShardedGradient(of {self._label}, shape {tuple(self.shape)}; see optimizer.full_grad)"
+
+    def __reduce_ex__(self, proto: Any) -> Any:
+        raise RuntimeError(_refusal("pickle or copy", self))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise RuntimeError(_refusal(str(func), _first(args)))
+        return handler(func, *args, **(kwargs or {}))
+
+
+def _refusal(what: str, gradient: ShardedGradient | None) -> str:
+    label = gradient._label if gradient is not None else "a parameter"
+    return (
+        f"{what} expects a whole gradient, but that of {label} is sharded over the ranks. Use "
+        "optimizer.full_grad(param) to look at it, or optimizer.clip_grad_norm_ to clip."
+    )
+
+
+def _first(value: Any) -> ShardedGradient | None:
+    if isinstance(value, ShardedGradient):
+        return value
+    if isinstance(value, (list, tuple)):
+        return next(filter(lambda found: found is not None, map(_first, value)), None)
+    return None
+
+
+def _accumulate(func: Any, gradient: Any, other: Any, alpha: float = 1) -> Any:
+    """Autograd adds a new gradient to the one that is there. Kept for the owner's hook, which is next to run."""
+    if not isinstance(gradient, ShardedGradient) or torch._C._current_graph_task_id() < 0:
+        raise RuntimeError(_refusal("adding", _first((gradient, other))))
+    gradient.incoming = other if gradient.incoming is None else gradient.incoming + other
+    return gradient
+
+
+def _apply(func: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> ShardedGradient:
+    """Scale or zero: each rank its piece."""
+    if any(isinstance(arg, Tensor) and arg.dim() > 0 for arg in args):
+        raise RuntimeError(_refusal(str(func), gradient))
+    gradient._owner.complete()
+    local = gradient._owner.local(gradient._index)
+    if local is not None:
+        func(local, *args, **kwargs)
+    return gradient
+
+
+def _apply_each(one: Any) -> Callable[..., None]:
+    def handler(func: Any, gradients: list[ShardedGradient], *args: Any) -> None:
+        for gradient in gradients:
+            _apply(one, gradient, *args)
+
+    return handler
+
+
+def _norm(
+    func: Any, gradient: ShardedGradient, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
+) -> Tensor:
+    if dim is not None or keepdim:
+        raise RuntimeError(_refusal(str(func), gradient))
+    gradient._owner.complete()
+    return gradient._owner.norm_of(gradient._index, float(ord), dtype or gradient.dtype)
+
+
+def _norms(func: Any, gradients: list[ShardedGradient], ord: float = 2, dtype: Any = None) -> list[Tensor]:
+    return [_norm(func, gradient, ord, dtype=dtype) for gradient in gradients]
+
+
+def _unscale(func: Any, gradients: list[ShardedGradient], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    gradient = gradients[0]
+    gradient._owner.complete()
+    gradient._owner.unscale(gradient, found_inf, inverse_scale)
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.add_.Tensor: _accumulate,
+    aten.zero_.default: _apply,
+    aten.mul_.Tensor: _apply,
+    aten.div_.Tensor: _apply,
+    aten._foreach_zero_.default: _apply_each(aten.zero_.default),
+    aten._foreach_mul_.Scalar: _apply_each(aten.mul_.Tensor),
+    aten._foreach_mul_.Tensor: _apply_each(aten.mul_.Tensor),
+    aten._foreach_div_.Scalar: _apply_each(aten.div_.Tensor),
+    aten._foreach_div_.Tensor: _apply_each(aten.div_.Tensor),
+    aten.linalg_vector_norm.default: _norm,
+    aten._foreach_norm.Scalar: _norms,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+}

@@ -1,0 +1,178 @@
+"""The state half of ZeroRedundancyOptimizer: what it shares with the other ranks, gives out and takes in."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardstep import collectives, saving
+from shardstep.agreement import Board
+from shardstep.collectives import Group
+from shardstep.placement import Placement
+from shardstep.saving import Snapshot
+from shardstep.state import StateView, collect, describe
+
+
+class ShardedState(Optimizer):
+    """An optimizer whose state lies on many ranks. ``ZeroRedundancyOptimizer`` is one that also steps."""
+
+    optim: Optimizer  # the local optimizer
+    rank: int
+    world_size: int
+    _group: Group
+    _placement: Placement | None
+    _meeting_place: Board | None
+    _snapshot: Snapshot | None  # what was consolidated, until the state changes
+    _stepped: bool  # whether any rank may hold state
+    _state_view: StateView
+
+    def consolidate_state_dict(self, to: int = 0, *, chunk_mb: float = 16) -> None:
+        """Collect the full state on the CPU of rank ``to``, where ``state_dict`` returns it until the next change.
+
+        Collective: call on every rank of the group. No rank holds more than two chunks of ``chunk_mb`` MiB besides
+        its state and, on rank ``to``, the result.
+        """
+        placement = self._placed
+        with self._undone_everywhere("consolidate_state_dict"):
+            if not isinstance(to, int) or not 0 <= to < self.world_size:
+                raise ValueError(
+                    f"to expects a rank of the process group, from 0 to {self.world_size - 1}, but got {to!r}. "
+                    "Leave it out for 0."
+                )
+            if not isinstance(chunk_mb, (int, float)) or not chunk_mb > 0:
+                raise ValueError(f"chunk_mb expects a size above 0 in MiB but got {chunk_mb!r}. Leave it out for 16.")
+            described = describe(placement.shard, placement.layout, self.optim.state)
+        self._board.agree("consolidate_state_dict", [("argument", {"to": str(to), "chunk_mb": str(chunk_mb)})])
+        chunk = max(int(chunk_mb * 2**20), 1)
+        with self._undone_everywhere("consolidate_state_dict"):
+            states: dict[Any, Any] = collect(self._group, placement.layout, described, to=to, chunk_bytes=chunk)
+        self._board.agree("consolidate_state_dict", [("outcome", {"done": "True"})])
+        if self.rank == to:
+            states.update((key, value) for key, value in self.optim.state.items() if not isinstance(key, Tensor))
+        self._snapshot = Snapshot(to, states)
+
+    @torch._disable_dynamo
+    def state_dict(self) -> dict[str, Any]:
+        """The state in torch's plain form: loadable by the plain optimizer and at any number of ranks.
+
+        Not collective. Before the first step it is the empty form. Afterwards call ``consolidate_state_dict`` first:
+        its recipient gets the full state, the other ranks the groups, an empty state and a mark that says who has it.
+        """
+        for pre_hook in self._optimizer_state_dict_pre_hooks.values():
+            pre_hook(self)
+        if self._stepped and self._snapshot is None:
+            raise RuntimeError(
+                "state_dict() expects the state to be consolidated since the last step, load or change, but it is not. "
+                f"Call optimizer.consolidate_state_dict(to={self.rank}) on every rank first."
+            )
+        state_dict = saving.plain_form(self.param_groups, self._snapshot, self.rank)
+        for post_hook in self._optimizer_state_dict_post_hooks.values():
+            changed = post_hook(self, state_dict)
+            state_dict = state_dict if changed is None else changed
+        return state_dict
+
+    @torch._disable_dynamo
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict in torch's plain form, from this class or the plain optimizer, saved at any world size.
+
+        Collective: call on every rank of the group, with the same full dict, which is not changed. Each rank takes
+        copies of its pieces. If it fails on a rank it fails on all, and nothing is changed anywhere.
+        """
+        with self._undone_everywhere("load_state_dict"):
+            state_dict = saving.outer_copy(state_dict)
+            for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+                changed = pre_hook(self, state_dict)
+                state_dict = state_dict if changed is None else changed
+            undo = saving.load_local(state_dict, self.param_groups, self._placed, self.optim)
+        try:
+            self._board.agree("load_state_dict", saving.facts_of(state_dict))
+        except BaseException:
+            undo()
+            raise
+        saving.load_options(state_dict, self.param_groups, self.optim.param_groups)
+        self._snapshot, self._stepped = None, bool(state_dict["state"])
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
+
+    def full_state(self, param: Tensor) -> dict[str, Any]:
+        """One parameter's full state, on the CPU of every rank.
+
+        Collective: call on every rank of the group, with the same parameter.
+        """
+        placement = self._placed
+        index = self._index_of(param, "full_state")
+        with self._undone_everywhere("full_state"):
+            described = describe(placement.shard, placement.layout, self.optim.state, only=index)
+        self._board.agree("full_state", [("argument", {"param": placement.layout.spec_of[index].label})])
+        states = collect(self._group, placement.layout, described, to=None, chunk_bytes=2**24)
+        return states.get(index, {})
+
+    def _index_of(self, param: Any, call: str) -> int:
+        with self._undone_everywhere(call):
+            index = self._placed.index_of.get(param) if isinstance(param, Tensor) else None
+            if index is None:
+                told = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
+                raise ValueError(
+                    f"{call} expects a parameter of this optimizer but got {told} that is in none of its groups. "
+                    "Pass one of model.parameters()."
+                )
+            return index
+
+    @property
+    def state(self) -> StateView:  # type: ignore[override]
+        """The local optimizer's state, keyed by the user's parameters: see ``StateView``."""
+        return self._state_view
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        view = self.__dict__.get("_state_view")
+        if view is None:  # torch's constructor, before there is a local optimizer
+            return
+        view.clear()
+        for key, entry in value.items():
+            if entry:
+                view[key] = entry
+
+    def _expose_state(self) -> None:
+        placement = self._placed
+        owned = {placement.params[index]: tensor for index, tensor in placement.shard.tensors.items()}
+        me = weakref.proxy(self)  # a real reference would keep all state alive until the garbage collector comes
+        self._state_view = StateView(self._all_params, owned, lambda: me.optim.state, lambda: me._state_was_edited())
+
+    def _state_was_edited(self) -> None:
+        self._snapshot, self._stepped = None, True
+
+    # --- inside ---------------------------------------------------------------------------------------------------
+
+    @property
+    def _all_params(self) -> list[Tensor]:
+        return [param for group in self.param_groups for param in group["params"]]
+
+    @property
+    def _placed(self) -> Placement:
+        assert self._placement is not None
+        return self._placement
+
+    @property
+    def _board(self) -> Board:
+        assert self._meeting_place is not None
+        return self._meeting_place
+
+    @contextmanager
+    def _undone_everywhere(self, call: str, process_group: Any = None) -> Iterator[None]:
+        """If this rank fails here, tell the ranks that wait for it, before the error goes on to the user."""
+        try:
+            yield
+        except Exception as error:
+            board = self._meeting_place
+            if board is None and collectives.is_member(process_group):
+                board = Board(collectives.open_group(process_group))
+            if board is not None:
+                board.fail(call, error)
+            raise
