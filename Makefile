@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
+RIVALS := .venv-bench
 NPROC  ?= 2
 ARGS   ?=
 
-.PHONY: train test lint format bench-core clean
+.PHONY: train test lint format bench-core bench-step clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -34,5 +35,18 @@ format: $(VENV)/installed
 bench-core: $(VENV)/installed
 	$(BIN)/python -m benchmarks.core $(ARGS)
 
+# The rivals have an environment of their own, so that the tests do not need them. Both build against the torch that is
+# there, and DeepSpeed compiles nothing now. If they cannot be had, the figures come without them and say so.
+$(RIVALS)/installed: pyproject.toml benchmarks/rivals.txt
+	test -x $(RIVALS)/bin/python || $(PYTHON) -m venv $(RIVALS)
+	$(RIVALS)/bin/pip install --quiet torch==2.13.0
+	$(RIVALS)/bin/pip install --quiet --editable .
+	$(RIVALS)/bin/pip install --quiet numpy setuptools wheel ninja
+	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(RIVALS)/bin/pip install --quiet --no-build-isolation -r benchmarks/rivals.txt \
+		&& touch $@ || echo "bench-step goes on without the rivals"
+
+bench-step: $(RIVALS)/installed
+	$(RIVALS)/bin/python -m benchmarks.step $(ARGS)
+
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RIVALS) .pytest_cache .ruff_cache .hypothesis

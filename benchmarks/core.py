@@ -9,17 +9,10 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import os
-import platform
 import statistics
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
-import torch
-
-RESULTS = Path(__file__).parent / "results"
+from benchmarks.figures import machine, ratio, results_file, run_worker, spread
 
 
 def main() -> None:
@@ -27,41 +20,23 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=15, help="rounds of each timed variant")
     parser.add_argument("--consolidations", type=int, default=3, help="rounds of the consolidation figures")
-    parser.add_argument("--output", type=Path, default=RESULTS / f"{datetime.date.today().isoformat()}-core.md")
+    parser.add_argument("--output", type=Path, default=results_file("core"))
     options = parser.parse_args()
-    measured = {ranks: run_worker(ranks, options.rounds, options.consolidations) for ranks in options.ranks}
+    measured = {
+        ranks: run_worker("benchmarks.core_worker", ranks, options.rounds, options.consolidations)
+        for ranks in options.ranks
+    }
     text = report(measured, options)
     options.output.write_text(text)
     options.output.with_suffix(".json").write_text(json.dumps(measured, indent=1) + "\n")
     print(text)
 
 
-def run_worker(ranks: int, rounds: int, consolidations: int) -> dict:
-    with tempfile.NamedTemporaryFile(suffix=".json") as file:
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command += ["-m", "benchmarks.core_worker", file.name, str(rounds), str(consolidations)]
-        subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        return json.loads(Path(file.name).read_text())
-
-
-def spread(values: list[float]) -> str:
-    """Median and the range of the middle half."""
-    low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else (values[0],) * 3
-    return f"{statistics.median(values):.1f} ({low:.1f}-{high:.1f})"
-
-
-def ratio(ours: list[float], theirs: list[float]) -> str:
-    """Median of the ratios round by round: both variants of a round met the same machine."""
-    return f"{statistics.median(a / b for a, b in zip(ours, theirs, strict=True)):.3f}"
-
-
 def report(measured: dict[int, dict], options: argparse.Namespace) -> str:
     lines = [
         f"# Core figures, {datetime.date.today().isoformat()}",
         "",
-        f"Machine: {os.cpu_count()} cores, {platform.processor() or platform.machine()}, Linux {platform.release()}; "
-        f"Python {platform.python_version()}, torch {torch.__version__}, gloo over loopback, one thread per rank, "
-        "CPU only.",
+        machine(),
         f"Command: `make bench-core` ({options.rounds} rounds, {options.consolidations} consolidations). "
         "Raw numbers: the .json beside this file.",
         "Times in ms, median (middle half), barrier to barrier. A ratio is the median over rounds of ours / theirs.",

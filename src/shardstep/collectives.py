@@ -159,9 +159,9 @@ class Handle(NamedTuple):
             for work in self.works:
                 work.wait(timedelta(seconds=seconds))
         except RuntimeError:
-            if all(work.is_completed() for work in self.works):  # then it is a failure of its own
-                raise
-            return False
+            if not all(work.is_completed() for work in self.works):
+                return False
+            self.wait()  # it came this very moment, or it failed
         return True
 
 
@@ -217,16 +217,19 @@ def exchange_headers(group: Group, header: Tensor) -> Handle:
     return Handle((work,) if work is not None else (), headers)
 
 
-def swap_shards(group: Group, outgoing: Sequence[Tensor], incoming: Sequence[Tensor]) -> Handle:
-    """Start to send ``outgoing[r]`` to every rank r and to receive ``incoming[r]`` from it: bytes, 1D, contiguous."""
+def swap_shards(group: Group, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> Handle:
+    """Start to send ``outgoing[r]`` to every rank r and to receive ``incoming[r]`` from it: bytes, 1D, contiguous.
+
+    It meets calls with the same tag, and may wait for one while others pass by.
+    """
     process_group, me, size = group.process_group, group.rank, group.world_size
     works = []
     for distance in range(1, size):
         source, target = (me - distance) % size, (me + distance) % size
         if incoming[source].numel():
-            works.append(dist.irecv(incoming[source], group=process_group, group_src=source, tag=_TAG))
+            works.append(dist.irecv(incoming[source], group=process_group, group_src=source, tag=_TAG + tag))
         if outgoing[target].numel():
-            works.append(dist.isend(outgoing[target], group=process_group, group_dst=target, tag=_TAG))
+            works.append(dist.isend(outgoing[target], group=process_group, group_dst=target, tag=_TAG + tag))
     return Handle(tuple(work for work in works if work is not None))
 
 

@@ -67,9 +67,10 @@ class GradientShards:
     ``bring_in`` is called before they are used: it ends the reductions that are under way (collective).
     """
 
-    def __init__(self, placement: Placement, group: Group, dtype: torch.dtype | None) -> None:
+    def __init__(self, placement: Placement, group: Group, side: Group, dtype: torch.dtype | None) -> None:
         self.placement = placement
-        self.group = group  # the gradients have a process group of their own, see docs/design.md
+        self.group = group
+        self.side = side  # reductions have a process group of their own, see docs/design.md
         self.buckets: list[BucketGradients] = []
         self.bring_in: Callable[[], None] = lambda: None
         self.announce_unscaling: Callable[[float, int], None] | None = None  # in a Join context: ranks that joined

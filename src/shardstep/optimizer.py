@@ -363,8 +363,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             )
         collectives.copy_from_rank_0(self._group, list(model.buffers()))
 
-    def _reduce_gradients(self, group: collectives.Group, settings: ReduceSettings) -> tuple[GradientShards, Rounds]:
-        shards = GradientShards(self._placed, group, settings.reduce_dtype)
+    def _reduce_gradients(self, side: collectives.Group, settings: ReduceSettings) -> tuple[GradientShards, Rounds]:
+        shards = GradientShards(self._placed, self._group, side, settings.reduce_dtype)
         me = weakref.proxy(self)
         rounds = Rounds(shards, self._board, settings, lambda given_up, sent: me._meet_for_round(given_up, sent))
         bound = weakref.proxy(rounds)
@@ -387,10 +387,12 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             self._gradients.announce_unscaling = None
             if not given_up:
                 return Meeting(self.world_size)
-            return Meeting(self.world_size, max(row[0] for row in collectives.all_gather_ints(self._group, [sent])))
+            sent_by_all = [row[0] for row in collectives.all_gather_ints(self._group, [sent])]
+            return Meeting(self.world_size, most_sent=max(sent_by_all))
         me = weakref.proxy(self)
         self._gradients.announce_unscaling = lambda scale, index: me._announce(uneven.UNSCALE, scale, index)
-        return self._meeting_of(uneven.meet(self._group, uneven.Call(uneven.ROUND, given_up, sent)))
+        epoch = self._reducing("backward").epoch
+        return self._meeting_of(uneven.meet(self._group, uneven.Call(uneven.ROUND, epoch, given_up, sent)))
 
     def _announce(self, kind: int, first: float, second: float) -> None:
         """In a Join context: have the ranks that joined take part in a collective that is no step or round."""
@@ -401,7 +403,14 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
     def _meeting_of(self, everyone: list[uneven.Call]) -> Meeting:
         active = sum(call.kind != uneven.JOINED for call in everyone)
         most_sent = max(call.sent for call in everyone) if any(call.given_up for call in everyone) else None
-        return Meeting(self.world_size if self._divide_by_initial_world_size else active, most_sent)
+        epoch = max(call.epoch for call in everyone)
+        return Meeting(self.world_size if self._divide_by_initial_world_size else active, epoch, most_sent)
+
+    def _leave_join(self) -> None:
+        """All ranks have run out of inputs, after different numbers of iterations."""
+        if self._rounds is not None:
+            epochs = [row[0] for row in collectives.all_gather_ints(self._group, [self._rounds.epoch])]
+            self._rounds.continue_at(max(epochs))
 
     def _shadow(self) -> None:
         """On a rank that has run out of inputs: take part in what the others do now."""
@@ -411,7 +420,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         if rounds is None or gradients is None:
             self._step(None, {}, uneven.meet(self._group, uneven.Call(uneven.JOINED)))
             return
-        everyone = uneven.meet(self._group, uneven.Call(uneven.JOINED, 0, rounds.sent))
+        everyone = uneven.meet(self._group, uneven.Call(uneven.JOINED, sent=rounds.sent))
         call = next((call for call in everyone if call.kind != uneven.JOINED), uneven.Call(uneven.JOINED))
         first, second = call.arguments
         if call.kind == uneven.ROUND:
@@ -454,6 +463,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             collectives.copy_from_rank_0(self._group, self.param_groups[-1]["params"])
         placement.settle()
         if self._rounds is not None:
+            # What an iteration that was given up has left under way belongs to the old buckets.
+            self._rounds.catch_up(max(row[0] for row in collectives.all_gather_ints(self._group, [self._rounds.sent])))
             self._rounds.extend()
         for notify in self._when_extended:
             notify()
@@ -562,3 +573,6 @@ class _Shadow(JoinHook):
 
     def main_hook(self) -> None:
         self._optimizer._shadow()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._optimizer._leave_join()

@@ -68,6 +68,7 @@ def _as_function(stepping: _SteppingHook) -> Hook:
         return stepping(state, bucket)
 
     stepping_hook.__name__ = stepping_hook.__qualname__ = stepping.name
+    stepping_hook.steps = True  # type: ignore[attr-defined]
     return stepping_hook
 
 
@@ -83,6 +84,11 @@ class _SteppingHook:
             )
         if not isinstance(ddp, DistributedDataParallel):
             raise ValueError(f"{name} expects a DistributedDataParallel module but got {type(ddp).__name__}.")
+        if interleaved and getattr(hook, "steps", False):
+            raise ValueError(
+                f"{name} expects a hook that only reduces, but got one that steps, too: the ranks would start the "
+                "gathers of the two optimizers in different orders. Use hook_with_zero_step around it."
+            )
         self._hook = hook
         self._zero = zero
         self._interleaved = interleaved

@@ -16,19 +16,18 @@ from torch import Tensor
 
 from shardstep import collectives
 from shardstep.collectives import Group, Handle
-from shardstep.hostmemory import Mailboxes
 from shardstep.layout import Bucket
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
 class Parcel(NamedTuple):
-    """A bucket of gradients under way. Wait for both handles, then ``Reduction.finish`` it."""
+    """A bucket of gradients under way."""
 
-    headers: Handle  # what every rank says about its part; without a timeout of its own kind on accelerators
+    headers: Handle  # what every rank says about its part; nothing on other backends than gloo
+    packed: Tensor  # my part: the whole bucket
     data: Handle
-    parts: list[Tensor]  # everybody's part of my shard, by rank; on other backends than gloo: the sum
-    packed: Tensor | None = None  # memory that is being sent from
+    parts: list[Tensor]  # everybody's part of my shard, by rank; on other backends: the sum
 
 
 class Reduction:
@@ -40,7 +39,6 @@ class Reduction:
         params: Mapping[int, Tensor],
         group: Group,
         dtype: torch.dtype | None,
-        mailboxes: Mailboxes | None,
     ) -> None:
         self._group = group
         self._bucket = bucket
@@ -51,7 +49,7 @@ class Reduction:
         self.tells = collectives.sends_pairwise(group, like.device)  # whether headers go along
         self.ranges = [bucket.shard_range(rank) for rank in range(group.world_size)]
         self._lane_bytes = bucket.numel * self.dtype.itemsize
-        self.mailboxes = mailboxes if self.tells and fits(mailboxes, bucket.numel, self.dtype, group) else None
+        self._slot_bytes = slot_bytes(bucket.numel, self.dtype, group)
         self._gaps = _gaps(bucket)
         self._zeros = torch.zeros(max([1, *self._gaps]), dtype=self.dtype, device=like.device)
 
@@ -60,33 +58,44 @@ class Reduction:
         """The range of the bucket that this rank owns."""
         return self.ranges[self._group.rank]
 
-    def start(self, gradients: Sequence[Tensor | None], header: Tensor) -> Parcel:
-        """Pack the bucket's gradients, in its order (None: zeros), and send everybody their part."""
-        if self.mailboxes is not None:
-            lanes = self._lanes(self.mailboxes.take())
-            self._pack(gradients, lanes[self._group.rank])
-            low, high = self.mine
-            return Parcel(self._tell(header), Handle(()), [lane[low:high] for lane in lanes])
+    def start(self, source: Sequence[Tensor | None] | Parcel, header: Tensor, slot: Tensor | None, tag: int) -> Parcel:
+        """Pack the bucket's gradients, in its order (None: zeros), send everybody their part, and tell about it.
+
+        ``source`` may be a parcel that was not met: then it is told about once more. ``slot``: shared memory to pack
+        into, if there is any. ``tag``: the same for parcels that are to meet.
+        """
         if not self.tells:
-            return self._start_native(gradients)
-        packed = self._pack(gradients, torch.empty(self._bucket.numel, dtype=self.dtype, device=self.device))
+            return self._start_native([] if isinstance(source, Parcel) else source)
+        if slot is not None and self._slot_bytes <= slot.numel():
+            lanes = self._lanes(slot)
+            mine = lanes[self._group.rank]
+            if isinstance(source, Parcel):
+                mine.copy_(source.packed)
+            else:
+                self._pack(source, mine)
+            low, high = self.mine
+            return Parcel(self._tell(header), mine, Handle(()), [lane[low:high] for lane in lanes])
+        if isinstance(source, Parcel):
+            return source._replace(headers=self._tell(header))
+        packed = self._pack(source, self._empty(self._bucket.numel))
         low, high = self.mine
         incoming = [
-            packed[low:high] if rank == self._group.rank else packed.new_empty(high - low)
+            packed[low:high] if rank == self._group.rank else self._empty(high - low)
             for rank in range(self._group.world_size)
         ]
         outgoing = [packed[start:stop].view(torch.uint8) for start, stop in self.ranges]
-        data = collectives.swap_shards(self._group, outgoing, [part.view(torch.uint8) for part in incoming])
-        return Parcel(self._tell(header), data, incoming, packed)
+        data = collectives.swap_shards(self._group, outgoing, [part.view(torch.uint8) for part in incoming], tag)
+        return Parcel(self._tell(header), packed, data, incoming)
 
     def finish(self, parcel: Parcel, divisor: int) -> Tensor:
-        """The mean of everybody's part of my shard, as a new tensor."""
-        if self.mailboxes is not None:
-            self.mailboxes.release()
+        """The mean of everybody's part of my shard, as a new tensor. The data has been waited for."""
         total = _sum(parcel.parts, self._sum_dtype)
         if divisor != 1:
             total.div_(divisor)
         return total.to(self.dtype)
+
+    def _empty(self, numel: int) -> Tensor:
+        return torch.empty(numel, dtype=self.dtype, device=self.device)
 
     def _tell(self, header: Tensor) -> Handle:
         return collectives.exchange_headers(self._group, header)
@@ -94,14 +103,14 @@ class Reduction:
     def _start_native(self, gradients: Sequence[Tensor | None]) -> Parcel:
         shard = self._bucket.equal_shard
         numel = self._bucket.numel if shard is None else shard * self._group.world_size
-        buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
+        buffer = self._empty(numel)
         self._pack(gradients, buffer[: self._bucket.numel])
         buffer[self._bucket.numel :].zero_()
         bounds = self.ranges if shard is None else [(r * shard, (r + 1) * shard) for r in range(len(self.ranges))]
         shards = [buffer[low:high] for low, high in bounds]
         total = torch.empty_like(shards[self._group.rank])
         handle = collectives.reduce_shards(self._group, buffer, shards, total)
-        return Parcel(Handle(()), handle, [total[: self.mine[1] - self.mine[0]]], buffer)
+        return Parcel(Handle(()), buffer, handle, [total[: self.mine[1] - self.mine[0]]])
 
     def _pack(self, gradients: Sequence[Tensor | None], target: Tensor) -> Tensor:
         sources = []
@@ -123,10 +132,6 @@ class Reduction:
 def slot_bytes(numel: int, dtype: torch.dtype, group: Group) -> int:
     """The size of a slot for a bucket: a lane for every rank, each on a boundary of 64 bytes."""
     return -(-numel * dtype.itemsize // 64) * 64 * group.world_size
-
-
-def fits(mailboxes: Mailboxes | None, numel: int, dtype: torch.dtype, group: Group) -> bool:
-    return mailboxes is not None and slot_bytes(numel, dtype, group) <= mailboxes.slot_bytes
 
 
 def _sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

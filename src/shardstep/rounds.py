@@ -17,8 +17,9 @@ then on the bucket waits for the end of backward.
 [Note: when a rank is missing]
 If a rank raises in its forward or backward, the others wait for it in theirs. They must come back, so that the program
 can decide on all ranks to skip the batch: a hook waits for a limited time only, then keeps what it could not send and
-lets backward end. ``zero_grad`` without a step since the last one means that an iteration was given up. Before the next
-round the ranks then compare how many buckets each has sent, make them equal, and throw away what arrives.
+lets backward end. ``zero_grad`` begins a new iteration; what was sent before it is recognised as old wherever it is met
+(see ``parcels.py``). On accelerators nothing is told with a bucket: there ``zero_grad`` without a step since the last
+one makes the ranks compare how many buckets each has sent before the next round, and throw the surplus away.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from operator import attrgetter
+from types import FrameType
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 
-from shardstep import groups
+from shardstep import collectives, groups
 from shardstep.agreement import Board
 from shardstep.gradients import GradientShards
 from shardstep.hooks import GradientHooks
@@ -90,6 +92,7 @@ class Meeting(NamedTuple):
     """What the ranks know of each other at the start of a round."""
 
     divisor: int  # by which sums are divided
+    epoch: int | None = None  # in a Join context: the iteration that the ranks with inputs are in
     most_sent: int | None = None  # if an iteration was given up: how many parcels the rank ahead has sent
 
 
@@ -124,12 +127,19 @@ class Rounds:
         self._open = False  # within a round
         self._next = 0  # how many buckets of the round were sent
         self._divisor = shards.group.world_size
+        self._tells = False  # whether something is told with each bucket
         self._stalled = False  # patience ran out in this backward
         self._given_up = False  # an iteration was: compare before the next round
         self._between_steps = True  # no step since the last zero_grad
         self._task = -1  # the backward that was last asked about
         self._outermost = -1  # the one at whose end we are called
+        self._outer: FrameType | None = None  # the call of backward, if it is on this thread
         self._checked = False  # that nobody else reduces these gradients
+        if self._dtype is not None and any(param.is_complex() for param in self._placement.params.values()):
+            raise ValueError(
+                f"reduce_dtype expects real parameters but got complex ones, of which {self._dtype} would lose the "
+                "imaginary part. Drop reduce_dtype."
+            )
         self._hooks = GradientHooks(self, Rounds._collect)
         self.extend()
 
@@ -138,10 +148,17 @@ class Rounds:
         self._shards.extend()
         self._hooks.extend(self._placement.params)
         self._parcels.extend()
+        devices = [param.device for param in self._placement.params.values()]
+        self._tells = all(collectives.sends_pairwise(self._shards.side, device) for device in devices)
         # Backward finishes parameters from the last to the first, so a bucket is ready with its first parameter.
         buckets = self._placement.layout.buckets
         self._order = sorted(range(len(buckets)), key=lambda position: -min(buckets[position].params))
         self._trained = []
+
+    @property
+    def epoch(self) -> int:
+        """The iteration, counted by ``zero_grad``."""
+        return self._parcels.epoch
 
     @property
     def sent(self) -> int:
@@ -170,12 +187,6 @@ class Rounds:
 
     def _take(self, index: int, param: Tensor, gradient: Tensor) -> None:
         """Take a gradient off its parameter. Nothing was there before it, so it counts alone."""
-        if gradient.layout is not torch.strided:
-            raise RuntimeError(
-                f"shard_gradients=True expects dense gradients but got {gradient.layout} for "
-                f"{self._placement.layout.spec_of[index].label}. Drop shard_gradients, or make the gradient dense (for "
-                "an embedding: sparse=False)."
-            )
         self._arrived.pop(index, None)
         self._fresh.add(index)
         self._keep(index, gradient)
@@ -184,6 +195,12 @@ class Rounds:
     def _keep(self, index: int, gradient: Tensor | None) -> None:
         if gradient is None:
             return
+        if gradient.layout is not torch.strided:
+            raise RuntimeError(
+                f"shard_gradients=True expects dense gradients but got {gradient.layout} for "
+                f"{self._placement.layout.spec_of[index].label}. Drop shard_gradients, or make the gradient dense (for "
+                "an embedding: sparse=False)."
+            )
         if self._dtype is not None and not self.sync:
             gradient = gradient.to(self._dtype)  # what is added up here is added up in the precision of the shards
         earlier = self._arrived.get(index)
@@ -210,7 +227,12 @@ class Rounds:
         if task == self._task:
             return
         self._task = task
-        if _inside_another_backward() or task == self._outermost:
+        nested, outer = _outer_backward()
+        if self._open and outer is not None and self._outer not in (None, outer):
+            self._complete(None)  # that one is over
+            self._task = task
+        self._outer = outer
+        if nested or task == self._outermost:
             return
         if self._open and self._outermost >= 0:
             self._complete(None)
@@ -232,10 +254,17 @@ class Rounds:
         trained = list(map(_requires_grad, self._placement.params.values()))
         if trained != self._trained:
             self._plan(trained)
-        meeting = self._meet(self._given_up, self.sent)
+        try:
+            meeting = self._meet(self._given_up and not self._tells, self.sent)
+        except RuntimeError:  # Join ends early, on all ranks: this iteration was not begun on those without inputs
+            self._parcels.epoch -= 1
+            raise
+        self._given_up = False
         self._divisor = meeting.divisor
+        if meeting.epoch is not None:
+            self.continue_at(meeting.epoch)
         if meeting.most_sent is not None:
-            self._catch_up(meeting.most_sent)
+            self.catch_up(meeting.most_sent)
         self._waiting = list(self._counts)
         for index in self._in_parts:
             self._waiting[self._placement.layout.bucket_of[index]] += 1  # which never comes
@@ -252,6 +281,11 @@ class Rounds:
     def complete(self) -> None:
         """Collective. Reduce what has not been reduced yet, and bring in everything."""
         self._parcels.check()
+        if self._parcels.is_lost:
+            raise RuntimeError(
+                "another rank has given up this iteration (it called zero_grad without a step), so its gradients are "
+                "not to be had. Call zero_grad on every rank and go on with the next batch."
+            )
         if set(map(type, map(_grad, self._placement.params.values()))) - {type(None), ShardedGradient}:
             self._sweep()
         if self._arrived and not self._open:
@@ -271,6 +305,7 @@ class Rounds:
             self._stalled = not self._parcels.bring_in(patience)
         if not self._stalled:
             self._task = self._outermost = -1
+            self._outer = None
 
     def _send_ready(self) -> None:
         while self._next < len(self._sequence) and self._waiting[self._sequence[self._next]] == 0:
@@ -287,10 +322,18 @@ class Rounds:
     def _send_next(self, patience: float | None) -> bool:
         """Send the next bucket of the round. False if there was no room for it and patience ran out."""
         position = self._sequence[self._next]
+        state = self._shards.buckets[position]
+        if self._parcels.is_lost:
+            self._arrived.clear()
+            self._next = len(self._sequence)
+            return True
         if not self._parcels.make_room(position, patience):
             self._stalled = True
             return False
-        state = self._shards.buckets[position]
+        for index in state.bucket.params:  # not used in this backward, but in one without communication before it
+            gradient = self._placement.params[index].grad
+            if index not in self._arrived and gradient is not None and not isinstance(gradient, ShardedGradient):
+                self._take(index, self._placement.params[index], gradient)
         gradients = [self._arrived.pop(index, None) for index in state.bucket.params]
         kept = {index for index in state.holding if index not in self._fresh and self._shards.is_exposed(index)}
         self._parcels.send(position, gradients, kept, self._divisor)
@@ -316,30 +359,37 @@ class Rounds:
         self._fresh.clear()
         self._open = self._stalled = False
         self._task = self._outermost = -1
+        self._outer = None
+        self._parcels.give_up(self.epoch + 1)
         self._shards.clear(keep)
 
-    def _catch_up(self, most_sent: int) -> None:
-        """After an iteration that was given up: send as many parcels as the others did, throw all away."""
-        self._given_up = False
+    def catch_up(self, most_sent: int) -> None:
+        """Send as many parcels as the rank that has sent most, and wait for all of them, to throw them away."""
+        self._parcels.give_up(self.epoch)
+        if not self._sequence:
+            self._plan(list(map(_requires_grad, self._placement.params.values())))
         while self.sent < most_sent:
             position = self._sequence[self._next % len(self._sequence)]
             self._parcels.make_room(position, None)
             self._parcels.send(position, [None] * len(self._shards.buckets[position].bucket.params), set(), 1)
             self._next += 1
-        self._parcels.bring_in(None)
-        for index in self._placement.params:
-            if index not in self._arrived and self._shards.is_exposed(index):
-                self._placement.params[index].grad = None
-        self._shards.clear()
+            self._parcels.give_up(self.epoch)
+        self._parcels.drain()
+        self._parcels.give_up(self.epoch + 1)
+
+    def continue_at(self, epoch: int) -> None:
+        """Count iterations from here: ranks that have joined did not call ``zero_grad`` as often as the others."""
+        self._parcels.epoch = epoch
 
     def shadow(self, meeting: Meeting) -> None:
         """Collective. Take part in a round of the ranks that have inputs, with nothing to add (see uneven.py).
 
-        They forget their gradients after a step; so does this one.
+        They forget their gradients when a new iteration begins; so does this one.
         """
-        if not self._between_steps or meeting.most_sent is not None:
+        if meeting.epoch is not None and meeting.epoch != self.epoch:
             self._shards.hide()
             self.clear()
+            self._parcels.give_up(meeting.epoch)
         self._arrived.clear()  # what this rank had not reduced when it ran out of inputs
         for param in self._placement.params.values():
             if param.grad is not None and not isinstance(param.grad, ShardedGradient):
@@ -352,13 +402,16 @@ class Rounds:
         self._complete(None)
 
 
-def _inside_another_backward() -> bool:
-    """Whether the backward that runs on this thread was called by a node of another one."""
+def _outer_backward() -> tuple[bool, FrameType | None]:
+    """Whether the backward that runs on this thread was called by a node of another one; the outermost call."""
     entry = torch.autograd.graph._engine_run_backward.__code__
-    frame, depth = sys._getframe(), 0
+    frame: FrameType | None = sys._getframe()
+    calls = []
     while frame is not None:
-        depth += frame.f_code is entry
-        frame = frame.f_back  # type: ignore[assignment]
+        if frame.f_code is entry:
+            calls.append(frame)
+        frame = frame.f_back
     # Autograd's own threads (one per accelerator) do not show the outermost call.
-    own_thread = isinstance(threading.current_thread(), threading._DummyThread)
-    return depth > (0 if own_thread else 1)
+    if isinstance(threading.current_thread(), threading._DummyThread):
+        return bool(calls), None
+    return len(calls) > 1, calls[-1] if calls else None

@@ -55,6 +55,15 @@ class ShardedGradient(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"ShardedGradient(of {self._label}, shape {tuple(self.shape)}; see optimizer.full_grad)"
 
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(_refusal("numpy", self))
+
+    def tolist(self) -> Any:
+        raise RuntimeError(_refusal("tolist", self))
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(_refusal("numpy", self))
+
     def __reduce_ex__(self, proto: Any) -> Any:
         raise RuntimeError(_refusal("pickle or copy", self))
 
@@ -70,7 +79,8 @@ def _refusal(what: str, gradient: ShardedGradient | None) -> str:
     label = gradient._label if gradient is not None else "a parameter"
     return (
         f"{what} expects a whole gradient, but that of {label} is sharded over the ranks. Use "
-        "optimizer.full_grad(param) to look at it, or optimizer.clip_grad_norm_ to clip."
+        "optimizer.full_grad(param) to look at it, or optimizer.clip_grad_norm_ to clip. (If DistributedDataParallel "
+        "asks: drop the wrapper, or drop shard_gradients.)"
     )
 
 

@@ -28,14 +28,15 @@ class Call(NamedTuple):
     """What one rank does now, as whole numbers."""
 
     kind: int
-    given_up: int = 0  # of a round, see rounds.py
+    epoch: int = 0  # of a round, see rounds.py
+    given_up: int = 0
     sent: int = 0
     first: int = 0  # arguments, as the bits of floats
     second: int = 0
 
     @classmethod
     def of(cls, kind: int, first: float, second: float) -> Call:
-        return cls(kind, 0, 0, *struct.unpack("qq", struct.pack("dd", first, second)))
+        return cls(kind, 0, 0, 0, *struct.unpack("qq", struct.pack("dd", first, second)))
 
     @property
     def arguments(self) -> tuple[float, float]:
