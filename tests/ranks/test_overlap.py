@@ -403,4 +403,4 @@ def test_300_iterations_with_random_delays_on_every_rank_neither_hang_nor_differ
 
 @pytest.mark.parametrize(("find_unused", "transport"), [(False, "sockets"), (True, "shared memory")])
 def test_delays_do_not_matter_through_sockets_or_when_unused_parameters_are_looked_for(find_unused, transport):
-    run_ranks(delayed_iterations, 4, "interleaved", 80, find_unused, transport, timeout=60, pg_timeout=20)
+    run_ranks(delayed_iterations, 4, "interleaved", 25, find_unused, transport, timeout=60, pg_timeout=20)
