@@ -61,7 +61,7 @@ class Parcels:
         dtype: torch.dtype | None,
         in_flight: int,
         find_unused: bool,
-        taken: Callable[[int], bool],
+        is_new: Callable[[int], bool],
     ) -> None:
         self._shards = shards
         self._group = shards.side
@@ -69,7 +69,7 @@ class Parcels:
         self._dtype = dtype
         self._in_flight = in_flight
         self._find_unused = find_unused
-        self._is_new = taken  # whether a gradient of this parameter waits to be sent
+        self._is_new = is_new  # whether a gradient of this parameter waits to be sent
         self._reductions: list[Reduction] = []
         self._width = 0  # of a header: iteration, bucket, a byte per parameter
         self._mailboxes: Mailboxes | None = None
