@@ -61,8 +61,7 @@ def normalize_group(group: Any) -> dict[str, Any]:
     params = group["params"]
     _check_ordered(params)
     group["params"] = [params] if isinstance(params, Tensor) else list(params)
-    for item in group["params"]:
-        tensor = item[1] if _is_named(item) else item
+    for _, tensor in named(group["params"]):
         if isinstance(tensor, Tensor):  # anything else is refused by torch's own check
             _check_dense(tensor)
     return group
@@ -86,6 +85,11 @@ def _check_dense(tensor: Tensor) -> None:
             "ZeroRedundancyOptimizer expects plain tensors but got a DTensor. Pass its local tensor "
             "(param.to_local()) and the process group of the data-parallel mesh dimension."
         )
+
+
+def named(items: Iterable[Any]) -> list[tuple[str | None, Any]]:
+    """Tensors, or (name, tensor) pairs, as pairs."""
+    return [item if _is_named(item) else (None, item) for item in items]
 
 
 def _is_named(item: Any) -> bool:

@@ -98,6 +98,11 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
                 reduce_dtype, gradient_buckets_in_flight, overlap_backward, find_unused_parameters
             )
             settings.check(shard_gradients, overlap_with_ddp)
+            if lazy_gather and overlap_with_ddp:
+                raise ValueError(
+                    "lazy_gather=True and overlap_with_ddp=True exclude each other: a DDP hook gathers the parameters "
+                    "within backward. Drop one of them."
+                )
             new_groups = groups.normalize(params)
             granularities = [groups.take_granularity(group, shard) for group in new_groups]
             groups.name_empty_groups(new_groups)
@@ -118,6 +123,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             self.optim = placement.build(self.param_groups, granularities, given)
             if shard_gradients:
                 groups.check_not_in_ddp(placement.params.values())
+                settings.check_params(placement.params.values())
         self._placement = placement
         self.process_group = self._group.process_group
         self.world_size = self._group.world_size
@@ -131,7 +137,9 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         mode |= {"broadcast_parameters": str(broadcast_parameters), "lazy_gather": str(lazy_gather)}
         self._board.agree("ZeroRedundancyOptimizer", placement.facts(self.param_groups, mode))
         self._overlap_with_ddp = overlap_with_ddp
-        self._steps_in_backward = False  # a DDP hook does (see overlap.py)
+        self._reduces = settings
+        self._has_hook = False  # a DDP hook was made for it (see overlap.py)
+        self._steps_in_backward = False  # and DDP has called it
         self._when_extended: list[Callable[[], None]] = []
         self._broadcasts = shard_gradients and broadcast_parameters
         side = collectives.open_side_group(self._group) if shard_gradients or overlap_with_ddp else self._group
@@ -326,7 +334,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         Returns the norm as it was, 0-dim, the same bits on every rank. Collective with ``shard_gradients``: call on
         every rank of the group.
         """
-        if self._steps_in_backward:
+        if self._has_hook:
             raise RuntimeError(
                 "clip_grad_norm_ expects gradients that were not used yet, but with a DDP hook the step is made during "
                 "backward. Drop overlap_with_ddp to clip."
@@ -450,6 +458,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
                 group = groups.normalize_group(param_group)
                 granularity = groups.take_granularity(group, placement.default_granularity)
                 groups.name_empty_groups([*self.param_groups, group])
+                self._reduces.check_params(tensor for _, tensor in groups.named(group["params"]))
                 given = dict(group)
                 super().add_param_group(group)
                 placement.extend(self.optim, self.param_groups, granularity, given)
@@ -474,7 +483,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: everything but the process group, which is found again by name, and the hooks."""
-        if self._gradients is not None or self._steps_in_backward:
+        if self._gradients is not None or self._has_hook:
             raise RuntimeError(
                 "a copy expects an optimizer without hooks on its parameters, but shard_gradients and overlap_with_ddp "
                 "have some. Copy its state dict instead."
@@ -497,7 +506,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self.process_group, self.initialized = self._group.process_group, True
         self._failure, self._gather_failed = "", False
         self._gradients, self._rounds, self._broadcasts = None, None, False
-        self._overlap_with_ddp = self._steps_in_backward = self._lazy_gather = False
+        self._overlap_with_ddp = self._has_hook = self._steps_in_backward = self._lazy_gather = False
+        self._reduces = ReduceSettings()
         self._lazy, self._when_extended = None, []
         self._divide_by_initial_world_size = True
         self.world_size, self.rank = self._group.world_size, self._group.rank

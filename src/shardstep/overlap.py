@@ -102,9 +102,10 @@ class _SteppingHook:
         self._usage: _Usage | None = None
         if ddp.find_unused_parameters or ddp.static_graph:
             self._usage = _Usage(zero, _group_for_usage(ddp, zero), ddp.gradient_as_bucket_view)
-        zero._steps_in_backward = True
+        zero._has_hook = True
 
     def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future:
+        self._zero._steps_in_backward = True  # only now: a hook that was never registered must not stop ``step``
         future = self._hook(state, bucket)
         if bucket.index() == 0 and self._iteration is not None:  # its backward was not completed
             self._iteration.abandon()

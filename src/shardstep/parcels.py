@@ -119,12 +119,8 @@ class Parcels:
 
     def give_up(self, epoch: int) -> None:
         """What is under way belongs to an earlier iteration than ``epoch``, which begins."""
-        for sent in self._again:
-            self._bury(sent.parcel)
         self.epoch, self.is_lost, self._misses = epoch, False, 0
-        self._again.clear()
-        for sent in self._flying:
-            sent.over = True
+        self._let_go()
 
     def make_room(self, position: int, patience: float | None) -> bool:
         """Bring in what must be before this bucket can be sent. False if that did not come in time."""
@@ -216,6 +212,14 @@ class Parcels:
                 self._shards.expose(index)
         return True
 
+    def _let_go(self) -> None:
+        """Nothing that is under way, or was to be sent again, is of use any more."""
+        for sent in self._again:
+            self._bury(sent.parcel)
+        self._again.clear()
+        for sent in self._flying:
+            sent.over = True
+
     def _bury(self, parcel: Parcel) -> None:
         """Nobody will meet this one. What was to be sent or received over sockets keeps its memory."""
         if parcel.data.works:
@@ -237,9 +241,7 @@ class Parcels:
         if any(0 < distance <= _NUMBERS // 2 for distance in ahead):
             self.is_lost = True
             self._bury(sent.parcel)
-            self._again.clear()
-            for other in self._flying:
-                other.over = True
+            self._let_go()
             return
         self._behind = [rank for rank, distance in enumerate(ahead) if distance]
         self._misses = 0 if any(ahead) else self._misses + 1

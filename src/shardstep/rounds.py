@@ -58,6 +58,14 @@ class ReduceSettings:
     overlap: bool = True
     find_unused: bool = False
 
+    def check_params(self, params: Iterable[Tensor]) -> None:
+        """ValueError if gradients of these parameters cannot be reduced as wished."""
+        if self.reduce_dtype is not None and any(isinstance(param, Tensor) and param.is_complex() for param in params):
+            raise ValueError(
+                f"reduce_dtype expects real parameters but got complex ones, of which {self.reduce_dtype} would lose "
+                "the imaginary part. Drop reduce_dtype."
+            )
+
     def check(self, shard_gradients: bool, overlap_with_ddp: bool) -> None:
         """ValueError if the arguments do not go together."""
         if shard_gradients and overlap_with_ddp:
@@ -135,11 +143,6 @@ class Rounds:
         self._outermost = -1  # the one at whose end we are called
         self._outer: FrameType | None = None  # the call of backward, if it is on this thread
         self._checked = False  # that nobody else reduces these gradients
-        if self._dtype is not None and any(param.is_complex() for param in self._placement.params.values()):
-            raise ValueError(
-                f"reduce_dtype expects real parameters but got complex ones, of which {self._dtype} would lose the "
-                "imaginary part. Drop reduce_dtype."
-            )
         self._hooks = GradientHooks(self, Rounds._collect)
         self.extend()
 

@@ -334,6 +334,12 @@ def _refusals():
             ValueError,
             ["overlap_with_ddp", "shard_gradients", "Drop"],
         ),
+        "lazy and within backward": (
+            ([weight], adam),
+            {"overlap_with_ddp": True, "lazy_gather": True},
+            ValueError,
+            ["overlap_with_ddp", "lazy_gather", "Drop"],
+        ),
         "a reduce_dtype for nothing": (
             ([weight], adam),
             {"reduce_dtype": torch.float32},

@@ -37,6 +37,29 @@ def test_an_optimizer_without_overlap_with_ddp_is_refused():
     run_ranks(without_overlap, 2)
 
 
+def never_registered(rank: int, world: int, hook: str) -> None:
+    weights = []
+    for sharded in (False, True):
+        ddp = DistributedDataParallel(Tangled())
+        if sharded:
+            optimizer = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, overlap_with_ddp=True, lr=0.1)
+            HOOKS[hook](allreduce_hook, ddp, optimizer)
+        else:
+            optimizer = AdamW(ddp.parameters(), lr=0.1)
+        for iteration in range(3):
+            optimizer.zero_grad()
+            ddp(batch_of(rank, iteration)).square().mean().backward()
+            optimizer.step()
+        weights.append(values_of(ddp.parameters()))
+    assert_same(weights[1], weights[0], "a hook that was not registered")
+
+
+@pytest.mark.parametrize("hook", HOOKS)
+def test_a_hook_that_is_made_but_never_registered_does_not_stop_the_training(hook):
+    """Else step() would do nothing, and nobody would know."""
+    run_ranks(never_registered, 2, hook)
+
+
 def stray_parameter(rank: int, world: int, hook: str, cap: float) -> str:
     """Only after the reductions is it known that one is missing: on every rank, so that nobody waits."""
     ddp = DistributedDataParallel(Tangled(), bucket_cap_mb=SMALL_CAP)
