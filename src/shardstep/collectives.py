@@ -90,8 +90,10 @@ def open_group(process_group: dist.ProcessGroup | None) -> Group:
     )
 
 
-def open_side_group(group: Group) -> Group:
+def open_side_group(group: Group, backend: str | None = None) -> Group:
     """A second process group of the same ranks, so that two kinds of traffic cannot block each other.
+
+    ``backend``: another than the group's, e.g. "gloo" for traffic between hosts' memories.
 
     Collective: call on every rank of the group, and on no other. (``dist.new_group`` names a group after what else the
     process has joined, which may differ between ranks: the count of side groups of this group does not.)
@@ -106,7 +108,7 @@ def open_side_group(group: Group) -> Group:
         group.world_size,
         group.rank,
         ranks,
-        dist.Backend(dist.get_backend_config(group.process_group)),
+        dist.Backend(backend or dist.get_backend_config(group.process_group)),
         group.store,
         name,  # type: ignore[arg-type]
         timeout=group.timeout,
@@ -114,13 +116,18 @@ def open_side_group(group: Group) -> Group:
     )
     assert isinstance(side, dist.ProcessGroup), "this rank is a member"
     world.pg_group_ranks[side] = {global_rank: rank for rank, global_rank in enumerate(ranks)}
-    return replace(group, process_group=side)
+    return replace(group, process_group=side, backends={"cpu": backend} if backend else group.backends)
 
 
 def same_ranks(one: Group, other: Group) -> bool:
     """Whether two groups have the same members."""
     members = dist.get_process_group_ranks
     return members(one.process_group) == members(other.process_group)
+
+
+def is_everybody(group: Group) -> bool:
+    """Whether the group is all ranks, in their order."""
+    return dist.get_process_group_ranks(group.process_group) == list(range(dist.get_world_size()))
 
 
 def is_member(process_group: dist.ProcessGroup | None) -> bool:

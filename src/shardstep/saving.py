@@ -12,6 +12,7 @@ from shardstep.codec import option_text
 from shardstep.local import options_of
 from shardstep.placement import Placement
 from shardstep.state import cut
+from shardstep.state_shard import filled, is_sharded
 
 # In the dict of a rank that did not receive the full state: who did. No optimizer has such a key.
 MARK = "shardstep_full_state_at_rank"
@@ -56,7 +57,36 @@ def load_local(
     If it raises, the optimizer is as it was.
     """
     _check_form(state_dict, param_groups)
-    local = _local_form(state_dict, placement)
+    return _load_undoably(_local_form(state_dict, placement), placement, optimizer)
+
+
+def load_pieces(
+    entries: Mapping[int, Mapping[str, Any]],
+    others: Mapping[Any, Any],
+    options: Sequence[dict[str, Any]],
+    placement: Placement,
+    optimizer: Optimizer,
+) -> Callable[[], None]:
+    """``load_local`` for state that is in pieces already.
+
+    Args:
+        entries: by parameter index, the state of this rank's piece.
+        others: state that belongs to no parameter, by key.
+        options: of each group.
+    """
+    local: dict[str, Any] = {"state": dict(others), "param_groups": []}
+    number = 0
+    for group, chosen, indices in zip(optimizer.param_groups, options, placement.indices, strict=True):
+        form = {**chosen, "params": list(range(number, number + len(indices)))}
+        if "param_names" in group:
+            form["param_names"] = list(group["param_names"])
+        local["param_groups"].append(form)
+        local["state"].update((number + i, entries[index]) for i, index in enumerate(indices) if entries.get(index))
+        number += len(indices)
+    return _load_undoably(local, placement, optimizer)
+
+
+def _load_undoably(local: dict[str, Any], placement: Placement, optimizer: Optimizer) -> Callable[[], None]:
     before = optimizer.state, optimizer.param_groups
     attributes = dict(vars(optimizer))
 
@@ -137,7 +167,7 @@ def _local_form(state_dict: Mapping[str, Any], placement: Placement) -> dict[str
             local["param_names"] = [saved["param_names"][index - start] for index in indices]
         local_groups.append(local)
         for index in indices:
-            entry = states.get(saved_ids[index])
+            entry = filled(states.get(saved_ids[index]))
             if entry:
                 piece = placement.shard.pieces[index]
                 local_state[number] = cut(entry, placement.layout.spec_of[index], piece, "of the loaded dict")
@@ -156,10 +186,12 @@ def _complete(optimizer: Optimizer, placement: Placement) -> None:
 
 
 def load_options(
-    state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]], local_groups: Sequence[dict[str, Any]]
+    saved_groups: Sequence[Mapping[str, Any]],
+    param_groups: Sequence[dict[str, Any]],
+    local_groups: Sequence[dict[str, Any]],
 ) -> None:
-    """Options (and names, if the dict has them) as loaded; like torch, options that the dict lacks are gone."""
-    for group, saved, local in zip(param_groups, state_dict["param_groups"], local_groups, strict=True):
+    """Options (and names, if the saved groups have them) as loaded; like torch, options that they lack are gone."""
+    for group, saved, local in zip(param_groups, saved_groups, local_groups, strict=True):
         names = saved.get("param_names", group.get("param_names"))
         params = group["params"]
         group.clear()
@@ -178,7 +210,7 @@ def facts_of(state_dict: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
         for position, group in enumerate(state_dict["param_groups"])
     ]
     for key, entry in state_dict["state"].items():
-        if isinstance(entry, dict):
+        if isinstance(entry, dict) and not is_sharded(entry):
             facts.append((f"state of parameter {key}", {name: _summary(value) for name, value in entry.items()}))
     return facts
 

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardstep import collectives, saving
+from shardstep import collectives, dcp_bridge, saving, sharded_form
 from shardstep.agreement import Board
 from shardstep.collectives import Group
+from shardstep.naming import names_of
 from shardstep.placement import Placement
 from shardstep.saving import Snapshot
 from shardstep.state import StateView, collect, describe
@@ -31,6 +32,9 @@ class ShardedState(Optimizer):
     _snapshot: Snapshot | None  # what was consolidated, until the state changes
     _stepped: bool  # whether any rank may hold state
     _state_view: StateView
+    # What checkpoint.py keeps here: the save in the background, and a process group of its own.
+    _pending_save: Any = None
+    _checkpoint_side: Any = None
 
     def consolidate_state_dict(self, to: int = 0, *, chunk_mb: float = 16) -> None:
         """Collect the full state on the CPU of rank ``to``, where ``state_dict`` returns it until the next change.
@@ -66,12 +70,17 @@ class ShardedState(Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        if self._stepped and self._snapshot is None:
+        wanted = dcp_bridge.request()
+        if wanted is not None and (self._snapshot is None or wanted.full or wanted.loading is not None):
+            state_dict = self._form_for_dcp(wanted)
+        elif self._stepped and self._snapshot is None:
             raise RuntimeError(
                 "state_dict() expects the state to be consolidated since the last step, load or change, but it is not. "
-                f"Call optimizer.consolidate_state_dict(to={self.rank}) on every rank first."
+                f"Call optimizer.consolidate_state_dict(to={self.rank}) on every rank first. (Or save without "
+                "collecting it: shardstep.checkpoint.save.)"
             )
-        state_dict = saving.plain_form(self.param_groups, self._snapshot, self.rank)
+        else:
+            state_dict = saving.plain_form(self.param_groups, self._snapshot, self.rank)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -85,7 +94,7 @@ class ShardedState(Optimizer):
         copies of its pieces. If it fails on a rank it fails on all, and nothing is changed anywhere.
         """
         with self._undone_everywhere("load_state_dict"):
-            state_dict = saving.outer_copy(state_dict)
+            state_dict = dcp_bridge.unflattened(saving.outer_copy(state_dict))
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 changed = pre_hook(self, state_dict)
                 state_dict = state_dict if changed is None else changed
@@ -95,10 +104,65 @@ class ShardedState(Optimizer):
         except BaseException:
             undo()
             raise
-        saving.load_options(state_dict, self.param_groups, self.optim.param_groups)
+        saving.load_options(state_dict["param_groups"], self.param_groups, self.optim.param_groups)
         self._snapshot, self._stepped = None, bool(state_dict["state"])
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
+
+    def _form_for_dcp(self, wanted: dcp_bridge.Request) -> dict[str, Any]:
+        """What torch's checkpoint functions get from ``state_dict``. Collective, as those functions are."""
+        placement = self._placed
+        if wanted.loading is not None:
+            states: dict[Any, Any] = dcp_bridge.template(self._group, wanted, self._all_params[0].device)
+        elif wanted.full:
+            with self._undone_everywhere("get_optimizer_state_dict"):
+                described = describe(placement.shard, placement.layout, self.optim.state)
+            self._board.agree("get_optimizer_state_dict", [])
+            # Where DCP wants it is said by global rank, which is ours only if the group is everybody.
+            to = 0 if wanted.offload and collectives.is_everybody(self._group) else None
+            states = collect(self._group, placement.layout, described, to=to, chunk_bytes=2**24)
+        else:
+            entries = sharded_form.sharded_states(placement, self.optim, blanks=True)
+            states = {index: entries.get(index, {}) for index in placement.params}
+        return saving.plain_form(self.param_groups, Snapshot(self.rank, states), self.rank)
+
+    def sharded_state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
+        """The state by parameter name, in pieces, for ``torch.distributed.checkpoint``: to save, or to load into.
+
+        ``{"state": {name: {...}}, "param_groups": [...]}``; its tensors are ``StateShard``s over this rank's memory, in
+        the shape of the whole. Not collective. A parameter without state gets a place to load into, which is not
+        saved. After ``dcp.load`` give the dict to ``load_sharded_state_dict``.
+
+        Args:
+            model: whose names to use; without it those that the optimizer was built with, or positions.
+        """
+        names = names_of(self.param_groups, model)
+        return sharded_form.named_form(self.param_groups, names, self._placed, self.optim, blanks=True)
+
+    def load_sharded_state_dict(
+        self, state_dict: dict[str, Any], model: torch.nn.Module | None = None, strict: bool = True
+    ) -> None:
+        """Take in what ``sharded_state_dict`` returned after it was loaded into, or the same form with whole tensors.
+
+        Collective: call on every rank of the group. State follows the parameters' names. If it fails on a rank it fails
+        on all, and nothing is changed anywhere.
+
+        Args:
+            model: whose names to use; as in ``sharded_state_dict``.
+            strict: ValueError if the names differ. Otherwise what is missing starts empty and the rest is ignored.
+        """
+        call = "load_sharded_state_dict"
+        with self._undone_everywhere(call):
+            names = names_of(self.param_groups, model)
+            parts = sharded_form.loadable(state_dict, self.param_groups, names, self._placed, strict)
+            undo = saving.load_pieces(*parts, self._placed, self.optim)
+        try:
+            self._board.agree(call, saving.facts_of({"param_groups": parts.options, "state": {}}))
+        except BaseException:
+            undo()
+            raise
+        saving.load_options(parts.options, self.param_groups, self.optim.param_groups)
+        self._snapshot, self._stepped = None, bool(state_dict["state"])
 
     def full_state(self, param: Tensor) -> dict[str, Any]:
         """One parameter's full state, on the CPU of every rank.

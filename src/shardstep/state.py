@@ -13,10 +13,12 @@ import torch
 from torch import Tensor
 
 from shardstep import collectives
+from shardstep.boxes import boxes_of
 from shardstep.buckets import Shard
 from shardstep.codec import decode, dtype_name, dtype_of, encode
 from shardstep.collectives import Group
 from shardstep.layout import Layout, ParamSpec, Piece
+from shardstep.state_shard import StateShard
 
 # A tensor of at least this size travels in chunks of its own, straight from and to its memory.
 _LARGE_BYTES = 1024 * 1024
@@ -105,6 +107,8 @@ def cut(value: Any, spec: ParamSpec, piece: Piece, name: str) -> Any:
         return items if isinstance(value, list) else tuple(items)
     if not isinstance(value, Tensor):
         return value
+    if isinstance(value, StateShard):
+        return _held(value, spec, piece, name)
     if piece.whole or value.dim() == 0:
         return value.detach().clone()
     if value.numel() != spec.numel:
@@ -113,6 +117,17 @@ def cut(value: Any, spec: ParamSpec, piece: Piece, name: str) -> Any:
             f"but got shape {tuple(value.shape)}. A state of another shape needs shard='tensor'."
         )
     return value.detach().reshape(-1)[piece.start : piece.stop].clone()
+
+
+def _held(shard: StateShard, spec: ParamSpec, piece: Piece, name: str) -> Tensor:
+    """What a sharded form holds for ``piece``: the memory itself, which was made to be loaded into."""
+    expected = [] if shard.dim() == 0 or piece.whole else boxes_of(spec.shape, piece.start, piece.stop)
+    if expected and [part.box for part in shard.parts] != expected:
+        raise ValueError(
+            f"state {name} of {spec.label} expects elements {piece.start} to {piece.stop} of the parameter on this "
+            f"rank but got {shard!r}. Load into what this optimizer's sharded_state_dict() returns."
+        )
+    return shard.local
 
 
 def collect(

@@ -1,0 +1,203 @@
+"""Checkpoints that every rank writes its part of, and that load at any number of ranks.
+
+A checkpoint is a directory of torch.distributed.checkpoint (DCP) with the keys ``model``, ``optim`` and ``extra``;
+torch's own tools read it. Tensors have their parameter's shape, whoever wrote which part. Besides DCP's files there is
+a list of checksums (``manifest.py``).
+
+What happens when, and where, in ``save``:
+
+1. every rank compares what it was asked for with the others;
+2. rank 0 makes a directory beside the final one;
+3. every rank writes its items to one file and flushes it;
+4. rank 0 hears from every rank what it wrote, writes DCP's metadata and the checksums, checks sizes, renames;
+5. every rank returns, or raises what failed anywhere.
+
+In ``load`` every rank reads for itself, the ranks agree that all could, and only then anything is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from shardstep import collectives, directories, holders, saver
+from shardstep.agreement import Board
+from shardstep.codec import option_text
+from shardstep.collectives import Group
+from shardstep.holders import Holder
+from shardstep.loader import Loading
+from shardstep.local import options_of
+from shardstep.manifest import CheckpointError
+from shardstep.saver import Contribution, SaveHandle, Saving
+from shardstep.storage import Reader
+
+__all__ = ["CheckpointError", "Reader", "SaveHandle", "latest", "load", "resume", "save", "verify"]
+
+
+def save(
+    directory: str | os.PathLike,
+    optimizer: Optimizer,
+    model: Module | None = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    keep: int | None = None,
+    asynchronous: bool = False,
+) -> SaveHandle:
+    """Save an optimizer, and if given its model and anything else, as a checkpoint directory.
+
+    Collective: call on every rank of the optimizer's group, with the same arguments. (A plain ``torch.optim`` optimizer
+    is saved by the process that calls, alone.) The directory is complete or not there. Needs no memory to speak of.
+
+    Args:
+        directory: of this checkpoint. A checkpoint that is there is replaced.
+        model: its parameters' names are the names in the checkpoint; it is saved as well.
+        extra: plain data and tensors (step, scheduler, random state); rank 0's is saved.
+        keep: delete all other checkpoints beside it but the newest, so that this many are left.
+        asynchronous: copy the state to host memory and return; the rest goes on in a thread. The next save of this
+            optimizer waits for it.
+
+    Returns:
+        A handle; ``handle.wait()`` returns when the checkpoint is complete. Without ``asynchronous`` it is.
+    """
+    holder = holders.holder_of(optimizer)
+    pending = getattr(optimizer, "_pending_save", None)
+    if pending is not None:
+        optimizer._pending_save = None  # type: ignore[attr-defined]
+        pending.wait()
+    path = Path(os.path.abspath(directory))
+    try:
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"keep expects a number from 1 on, or None to delete nothing, but got {keep!r}.")
+        if extra is not None and not isinstance(extra, Mapping):
+            raise TypeError(f"extra expects a dict but got {type(extra).__qualname__}. Pass {{'step': ...}}.")
+        _finish_gathers(optimizer)
+        contribution = Contribution(holder, model, extra)
+        if asynchronous:
+            contribution.stage()
+    except Exception as error:
+        holder.fail(saver.CALL, error)
+        raise
+    holder.board.agree(saver.CALL, _facts(holder, path, keep, asynchronous, contribution))
+    group, board = _side(holder)
+    saving = Saving(path, contribution, group, board, keep)
+    if not asynchronous:
+        saving.run()
+        return SaveHandle(path)
+    handle = SaveHandle(path, saving, saving.start())
+    optimizer._pending_save = handle  # type: ignore[attr-defined]
+    return handle
+
+
+def load(
+    directory: str | os.PathLike, optimizer: Optimizer, model: Module | None = None, strict: bool = True
+) -> dict[str, Any]:
+    """Load a checkpoint, saved at any number of ranks, by ``save`` or by DCP under the keys ``optim`` and ``model``.
+
+    Collective: call on every rank of the optimizer's group. Each rank reads its pieces of the state (and the model).
+    State follows the parameters' names, options their groups. If it fails on a rank it fails on all, and nothing is
+    changed.
+
+    Args:
+        model: whose names to use, and which is loaded too if the checkpoint has it.
+        strict: ValueError if names or shapes differ, with all that do. Otherwise parameters that the checkpoint does
+            not have start empty, as in a new optimizer, and what only the checkpoint has is left out, with a warning.
+
+    Returns:
+        What was saved as ``extra``.
+    """
+    return Loading(Path(os.path.abspath(directory)), holders.holder_of(optimizer), model, strict).run()
+
+
+def latest(directory: str | os.PathLike, thorough: bool = True) -> Path | None:
+    """The newest checkpoint in ``directory`` that is complete and undamaged; None if there is none.
+
+    Not collective. ``thorough`` reads every byte of it; without, names, sizes and the metadata are checked, and damage
+    inside a file is found by ``load``.
+    """
+    for path, manifest in directories.newest_first(Path(os.path.abspath(directory))):
+        if not thorough or not any(directories.problems(path, manifest)):
+            return path
+    return None
+
+
+def resume(
+    directory: str | os.PathLike, optimizer: Optimizer, model: Module | None = None, strict: bool = True
+) -> tuple[Path, dict[str, Any]] | None:
+    """Load the newest checkpoint in ``directory`` that can be read; None, and nothing is changed, if there is none.
+
+    Collective: call on every rank of the optimizer's group. Damaged ones are skipped with a warning.
+
+    Returns:
+        Its path, and what was saved as ``extra``.
+    """
+    holder, parent = holders.holder_of(optimizer), Path(os.path.abspath(directory))
+    names: list[str] = []
+    if holder.group.rank == 0:
+        try:
+            names = [path.name for path, _ in directories.newest_first(parent)]
+        except OSError as error:
+            holder.fail("checkpoint.resume", error)
+            raise
+    holder.board.agree("checkpoint.resume", [("directory", {"name": parent.name})])
+    if holder.group.world_size > 1:
+        names = collectives.move_json(holder.group, names, 0, None)
+    for name in names:
+        try:
+            return parent / name, load(parent / name, optimizer, model, strict)
+        except CheckpointError as error:
+            warnings.warn(f"a checkpoint is skipped because it cannot be read: {error}", stacklevel=2)
+    return None
+
+
+def verify(directory: str | os.PathLike) -> None:
+    """Read every byte of a checkpoint. CheckpointError tells what is missing or damaged. Not collective."""
+    path = Path(os.path.abspath(directory))
+    reader = Reader(path)
+    reader.read_metadata()
+    if reader.manifest is None:
+        raise CheckpointError(f"{path} has no checksums: it was not written by shardstep. Use `shardstep verify`.")
+    problems = list(directories.problems(path, reader.manifest))
+    if problems:
+        raise CheckpointError("; ".join(problems))
+
+
+def _finish_gathers(optimizer: Optimizer) -> None:
+    """With lazy gathers parameters may still be on their way."""
+    wait = getattr(optimizer, "wait_for_parameters", None)
+    if wait is not None:
+        wait()
+
+
+def _side(holder: Holder) -> tuple[Group, Board]:
+    """A process group for checkpoints alone: a save in the background must not meet the training's traffic."""
+    if holder.group.world_size == 1:
+        return holder.group, holder.board
+    side = getattr(holder.optimizer, "_checkpoint_side", None)
+    if side is None:
+        group = collectives.open_side_group(holder.group, "gloo")
+        side = group, Board(group, "checkpoint")
+        holder.optimizer._checkpoint_side = side  # type: ignore[attr-defined]
+    return side
+
+
+def _facts(
+    holder: Holder, path: Path, keep: int | None, asynchronous: bool, contribution: Contribution
+) -> list[tuple[str, dict[str, str]]]:
+    arguments = {
+        "directory": path.name,
+        "keep": str(keep),
+        "asynchronous": str(asynchronous),
+        "model": str("model" in contribution.form),
+        "names": str(list(contribution.shapes)),
+    }
+    groups = [
+        (f"parameter group {position}", {key: option_text(value) for key, value in sorted(options_of(group).items())})
+        for position, group in enumerate(holder.optimizer.param_groups)
+    ]
+    return [("argument", arguments), *groups]

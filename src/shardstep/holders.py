@@ -1,0 +1,80 @@
+"""Optimizers as checkpoints see them: who holds which piece of whose state, with whom to agree, how to load.
+
+The sharded optimizer is one on every rank of its group; a plain ``torch.optim`` optimizer is alone and holds all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from shardstep import groups, saving, sharded_form
+from shardstep.agreement import Board
+from shardstep.buckets import Shard
+from shardstep.collectives import Group
+from shardstep.layout import Layout, Piece
+from shardstep.naming import names_of
+from shardstep.placement import Placement
+from shardstep.sharded_state import ShardedState
+
+
+class Holder(NamedTuple):
+    """One optimizer, on this rank."""
+
+    optimizer: Optimizer  # what the user has
+    local: Optimizer  # what has the state
+    placement: Placement
+    group: Group
+    board: Board
+    load: Callable[[dict[str, Any], Module | None, bool], None]
+
+    def fail(self, call: str, error: BaseException) -> None:
+        """Tell the ranks that wait for this one that it failed."""
+        self.board.fail(call, error)
+
+
+class _Unsharded(Placement):
+    """Where everything of a plain optimizer is: here."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        param_groups = optimizer.param_groups
+        found = groups.specs_of(param_groups, ["tensor"] * len(param_groups), [])
+        self.layout = Layout(1, tuple(spec for spec, _ in found.values()))
+        self.params = {index: param for index, (_, param) in found.items()}
+        self.index_of = {param: index for index, param in self.params.items()}
+        self.shard = Shard(0)
+        self.shard.pieces = {index: Piece(index, 0, param.numel(), 0, 0, True) for index, param in self.params.items()}
+        self.shard.tensors = dict(self.params)
+        self.indices = [[self.index_of[param] for param in group["params"]] for group in param_groups]
+        self._verdicts = []
+        self._optimizer_class, self._defaults = type(optimizer), dict(optimizer.defaults)  # type: ignore[assignment]
+
+
+def holder_of(optimizer: Any) -> Holder:
+    """TypeError for anything but an optimizer."""
+    if isinstance(optimizer, ShardedState):
+        return Holder(
+            optimizer,
+            optimizer.optim,
+            optimizer._placed,
+            optimizer._group,
+            optimizer._board,
+            optimizer.load_sharded_state_dict,
+        )
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer expects a ZeroRedundancyOptimizer or a torch.optim.Optimizer but got "
+            f"{type(optimizer).__qualname__}. Pass the optimizer itself, not its state dict."
+        )
+    placement = _Unsharded(optimizer)
+    alone = Group(process_group=None, rank=0, world_size=1, global_rank=0, backends={"cpu": "gloo"})  # type: ignore
+
+    def load(form: dict[str, Any], model: Module | None, strict: bool) -> None:
+        names = names_of(optimizer.param_groups, model)
+        parts = sharded_form.loadable(form, optimizer.param_groups, names, placement, strict)
+        saving.load_pieces(*parts, placement, optimizer)
+
+    return Holder(optimizer, optimizer, placement, alone, Board(alone), load)

@@ -1,0 +1,198 @@
+"""The list of what a checkpoint directory holds, with checksums: ``shardstep.json``.
+
+Beside DCP's own files, which ignore it: a directory without it is read all the same, only not checked as closely.
+Checksums are CRC-32, running over an item's payload and noted at the end of every block: the last is the one that the
+item's own archive has, and any range of blocks can be checked by itself.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import os
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+FILE_NAME = "shardstep.json"
+METADATA_NAME = ".metadata"  # DCP's
+_VERSION = 1
+_SMALLEST_BLOCK = 16 * 1024
+_MOST_BLOCKS = 8192  # per file, roughly
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint cannot be used. The message names the file."""
+
+
+class Item(NamedTuple):
+    """One item of a data file: ``head`` bytes, ``payload`` bytes, and the rest of its ``length``."""
+
+    offset: int
+    length: int
+    head: int
+    payload: int
+    frame_crc: int  # of head and tail
+    crcs: tuple[int, ...]  # running, at the end of every block of the payload
+
+
+class FileList(NamedTuple):
+    """What a data file holds."""
+
+    size: int
+    block: int
+    items: dict[int, Item]  # by offset
+
+
+class Manifest(NamedTuple):
+    """What a checkpoint directory holds."""
+
+    sequence: int  # the newest checkpoint of a directory has the highest
+    metadata_sha256: str
+    files: dict[str, FileList]
+    parameters: dict[str, tuple[int, ...]]  # of the optimizer: name -> shape
+
+
+def block_for(file_bytes: int) -> int:
+    """The size of a block: a power of two, so large that a file has some thousands at the most."""
+    block = _SMALLEST_BLOCK
+    while block * _MOST_BLOCKS < file_bytes:
+        block *= 2
+    return block
+
+
+class RunningChecksum:
+    """A checksum that is noted at the end of every block."""
+
+    def __init__(self, block: int, value: int = 0) -> None:
+        self._block, self._filled = block, 0
+        self.value = value
+        self.noted: list[int] = []
+
+    def add(self, data: memoryview) -> None:
+        position = 0
+        while position < len(data):
+            count = min(self._block - self._filled, len(data) - position)
+            self.value = zlib.crc32(data[position : position + count], self.value)
+            self._filled += count
+            position += count
+            if self._filled == self._block:
+                self.note()
+
+    def note(self) -> None:
+        """End a block."""
+        if self._filled:
+            self.noted.append(self.value)
+            self._filled = 0
+
+
+def to_json(file: FileList) -> dict[str, Any]:
+    rows = [
+        [item.offset, item.length, item.head, item.payload, item.frame_crc, _packed(item.crcs)]
+        for item in file.items.values()
+    ]
+    return {"bytes": file.size, "block": file.block, "items": rows}
+
+
+def from_json(data: dict[str, Any]) -> FileList:
+    rows = (Item(int(a), int(b), int(c), int(d), int(e), _unpacked(f)) for a, b, c, d, e, f in data["items"])
+    return FileList(int(data["bytes"]), int(data["block"]), {item.offset: item for item in rows})
+
+
+def _packed(crcs: Sequence[int]) -> str:
+    return base64.b64encode(struct.pack(f"<{len(crcs)}I", *crcs)).decode()
+
+
+def _unpacked(text: str) -> tuple[int, ...]:
+    raw = base64.b64decode(text, validate=True)
+    return struct.unpack(f"<{len(raw) // 4}I", raw)
+
+
+def write(directory: Path, manifest: Manifest) -> None:
+    content = {
+        "version": _VERSION,
+        "sequence": manifest.sequence,
+        "metadata_sha256": manifest.metadata_sha256,
+        "parameters": {name: list(shape) for name, shape in manifest.parameters.items()},
+        "files": {name: to_json(file) for name, file in manifest.files.items()},
+    }
+    with open(directory / FILE_NAME, "wb") as stream:
+        stream.write(json.dumps(content).encode())
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def read(directory: Path) -> Manifest | None:
+    """The manifest of a directory, None if it has none. CheckpointError if it cannot be read."""
+    path = directory / FILE_NAME
+    try:
+        content = json.loads(path.read_bytes())
+        if content["version"] != _VERSION:
+            raise ValueError(f"version {_VERSION} is known, not {content['version']}")
+        return Manifest(
+            int(content["sequence"]),
+            str(content["metadata_sha256"]),
+            {str(name): from_json(file) for name, file in content["files"].items()},
+            {str(name): tuple(map(int, shape)) for name, shape in content["parameters"].items()},
+        )
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise CheckpointError(f"{path} expects a manifest of shardstep but cannot be read as one: {error!r}") from error
+
+
+def digest_of(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def quick_problems(directory: Path, manifest: Manifest) -> Iterator[str]:
+    """What is wrong with a directory as far as sizes and the metadata tell."""
+    metadata = directory / METADATA_NAME
+    if not metadata.is_file():
+        yield f"{metadata} is missing"
+    elif digest_of(metadata) != manifest.metadata_sha256:
+        yield f"{metadata} is not the file that was saved (its SHA-256 differs)"
+    for name, file in manifest.files.items():
+        path = directory / name
+        if not path.is_file():
+            yield f"{path} is missing"
+        elif path.stat().st_size != file.size:
+            yield f"{path} expects {file.size} bytes but has {path.stat().st_size}"
+
+
+def problems_in_file(path: Path, file: FileList, progress: Any = None) -> Iterator[str]:
+    """What is wrong with a data file: every byte of it is read. ``progress`` is called with the bytes of each item."""
+    try:
+        with open(path, "rb") as stream:
+            position = 0
+            for item in sorted(file.items.values()):
+                if item.offset != position:
+                    yield f"{path} has bytes from {position} to {item.offset} that belong to nothing"
+                if not _is_sound(stream, item, file.block):
+                    yield f"{path} is damaged between bytes {item.offset} and {item.offset + item.length}"
+                position = item.offset + item.length
+                if progress is not None:
+                    progress(item.length)
+            if position != file.size or stream.read(1):
+                yield f"{path} expects to end at byte {file.size}"
+    except OSError as error:
+        yield f"{path} cannot be read: {error}"
+
+
+def _is_sound(stream: Any, item: Item, block: int) -> bool:
+    stream.seek(item.offset)
+    frame = zlib.crc32(stream.read(item.head))
+    checksum = RunningChecksum(block)
+    left = item.payload
+    while left > 0:
+        data = stream.read(min(left, 4 * 2**20 // block * block or block))
+        if not data:
+            return False
+        checksum.add(memoryview(data))
+        left -= len(data)
+    checksum.note()
+    frame = zlib.crc32(stream.read(item.length - item.head - item.payload), frame)
+    return tuple(checksum.noted) == item.crcs and frame == item.frame_crc

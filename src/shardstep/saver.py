@@ -1,0 +1,273 @@
+"""Saving a checkpoint: what each rank contributes, and how it becomes one directory."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.nn import Module
+
+from shardstep import collectives, directories, joining, sharded_form
+from shardstep import manifest as manifests
+from shardstep.agreement import Board
+from shardstep.collectives import Group
+from shardstep.holders import Holder
+from shardstep.manifest import Manifest
+from shardstep.naming import clean, names_of, unwrapped
+from shardstep.state_shard import StateShard, shard_of_range, shard_of_whole
+from shardstep.storage import Writer, Written
+
+CALL = "checkpoint.save"
+_NO_DIST_WARNING = "torch.distributed is disabled, unavailable or uninitialized"
+
+
+class Contribution:
+    """What one rank saves: its own dict for DCP, and what must be known to make one checkpoint of all."""
+
+    def __init__(self, holder: Holder, model: Module | None, extra: Mapping[str, Any] | None) -> None:
+        names = names_of(holder.optimizer.param_groups, model)
+        first = holder.group.rank == 0
+        form = sharded_form.named_form(
+            holder.optimizer.param_groups, names, holder.placement, holder.local, blanks=False
+        )
+        if not first:
+            del form["param_groups"]
+        _keep_what_this_rank_writes(form["state"], holder)
+        self.form: dict[str, Any] = {"optim": form}
+        if model is not None:
+            self.form["model"] = _model_part(model, holder.group)
+        if extra is not None and first:
+            self.form["extra"] = dict(extra)
+        specs = holder.placement.layout.specs
+        self.shapes = {names[holder.placement.params[spec.index]]: spec.shape for spec in specs}
+
+    def stage(self) -> None:
+        """Replace everything by a copy on the CPU, so that training can go on."""
+        self.form = sharded_form.map_leaves(self.form, _staged)
+
+
+def _staged(leaf: Any) -> Any:
+    if isinstance(leaf, StateShard):
+        return leaf.map(lambda tensor: tensor.to("cpu", copy=True))
+    if isinstance(leaf, Tensor):
+        return leaf.detach().to("cpu", copy=True)
+    return copy.deepcopy(leaf)
+
+
+def _keep_what_this_rank_writes(state: dict[str, Any], holder: Holder) -> None:
+    """Of a value that every owner of a piece has, the owner of the first writes it; of what all have, rank 0."""
+    placement, first = holder.placement, holder.group.rank == 0
+    names = iter(list(state))
+    for index in placement.params:
+        name, piece = next(names), placement.shard.pieces.get(index)
+        if piece is not None and piece.start > 0:
+            state[name] = {key: value for key, value in state[name].items() if _is_tensor_tree(value)}
+        if not state[name]:
+            del state[name]
+    for name in names:
+        if not first:
+            del state[name]
+
+
+def _is_tensor_tree(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_is_tensor_tree, value.values()))
+    return isinstance(value, Tensor) or (isinstance(value, list) and any(map(_is_tensor_tree, value)))
+
+
+def _model_part(model: Module, group: Group) -> dict[str, Any]:
+    """This rank's share of the model: of all parameters an equal range of elements; rank 0 has the rest.
+
+    (Parameters are the same on every rank. Buffers may differ: rank 0's count, as in DistributedDataParallel.)
+    """
+    entries = {clean(key): value for key, value in unwrapped(model).state_dict(keep_vars=True).items()}
+    params = {key: value for key, value in entries.items() if isinstance(value, torch.nn.Parameter)}
+    total = sum(param.numel() for param in params.values())
+    low, high = total * group.rank // group.world_size, total * (group.rank + 1) // group.world_size
+    part: dict[str, Any] = {}
+    start, seen = 0, set()
+    for key, param in params.items():
+        stop = start + param.numel()
+        mine = max(low, start) - start, min(high, stop) - start
+        if not param.is_contiguous() or param.numel() == 0:
+            if low <= start < high or (group.rank == 0 and start >= total):
+                part[key] = shard_of_whole(param.detach())
+        elif mine[0] < mine[1]:
+            part[key] = shard_of_range(tuple(param.shape), *mine, param.detach().view(-1)[slice(*mine)])
+        start = stop
+        seen.add(key)
+    if group.rank == 0:
+        part.update((key, _detached(value)) for key, value in entries.items() if key not in seen)
+    return part
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
+
+
+class _Planner(dcp.DefaultSavePlanner):
+    """DCP's planner, which refuses what could not be read again without running code."""
+
+    def transform_object(self, write_item: Any, object: Any) -> Any:
+        data = super().transform_object(write_item, object)
+        if isinstance(data, io.BytesIO):
+            try:
+                torch.load(io.BytesIO(data.getvalue()), weights_only=True)
+            except pickle.UnpicklingError as error:
+                raise TypeError(
+                    f"{write_item.index.fqn} expects numbers, strings, lists, dicts and tensors but got "
+                    f"{type(object).__qualname__}, which cannot be loaded without running code. Save its plain data."
+                ) from error
+        return data
+
+
+class Saving:
+    """One save, on this rank. ``run`` and ``start`` do the work, here or in a thread of DCP's."""
+
+    def __init__(
+        self, directory: Path, contribution: Contribution, group: Group, board: Board, keep: int | None
+    ) -> None:
+        self._directory, self._contribution, self._keep = directory, contribution, keep
+        self._group, self._board = group, board
+
+    def run(self) -> None:
+        """Save now."""
+        with warnings.catch_warnings(), self._undone():
+            warnings.filterwarnings("ignore", message=_NO_DIST_WARNING)
+            # Each rank is alone for DCP. It would pickle its plans and send them; ours travel as JSON (``_finish``).
+            dcp.save(self._contribution.form, storage_writer=self._writer(), planner=_Planner(), no_dist=True)
+
+    def start(self) -> Future[Any]:
+        """Save in a thread, what was staged."""
+        warnings.filterwarnings("ignore", message=_NO_DIST_WARNING)  # (it comes from the thread)
+        started = dcp.async_save(
+            self._contribution.form,
+            storage_writer=self._writer(),
+            planner=_Planner(),
+            process_group=self._group.process_group,
+            async_stager=_Staged(),  # type: ignore[arg-type]
+            no_dist=True,
+        )
+        assert isinstance(started, Future)
+        return started
+
+    def result_of(self, started: Future[Any], timeout: float | None) -> None:
+        """Wait for what ``start`` returned, and raise what failed."""
+        with self._undone():
+            started.result(timeout)
+
+    def _writer(self) -> Writer:
+        aside = directories.aside_of(self._directory)
+        return Writer(aside, self._group.rank, self._prepare, self._finish, self._told)
+
+    @contextmanager
+    def _undone(self) -> Iterator[None]:
+        """DCP wraps errors. Raise the error itself, with nothing left on disk."""
+        try:
+            yield
+        except CheckpointException as wrapped:
+            self._clean()
+            error = next(iter(wrapped.failures.values()))[0]
+            raise error from None
+
+    def _clean(self) -> None:
+        if self._group.rank == 0:
+            directories.discard(self._directory)
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """If this rank fails here, the others hear of it at their next meeting."""
+        try:
+            yield
+        except Exception as error:
+            self._board.fail(CALL, error)
+            raise
+
+    def _meet(self, stage: str) -> None:
+        self._board.agree(CALL, [("stage", {"done": stage})])
+
+    def _prepare(self) -> None:
+        with self._told():
+            if self._group.rank == 0:
+                directories.prepare(self._directory)
+        self._meet("prepared")
+        with self._told():  # (on a file system of another host the directory may appear a moment later)
+            directories.aside_of(self._directory).mkdir(parents=True, exist_ok=True)
+
+    def _finish(self, written: Written) -> None:
+        self._meet("written")
+        with self._told():
+            told = [
+                collectives.move_json(self._group, joining.to_json(written), rank, 0)
+                for rank in range(self._group.world_size)
+            ]
+            if self._group.rank == 0:
+                self._commit(told)
+        self._meet("committed")
+
+    def _commit(self, told: list[dict[str, Any]]) -> None:
+        aside, parent = directories.aside_of(self._directory), self._directory.parent
+        metadata, files = joining.joined(told, self._directory)
+        content = pickle.dumps(metadata)  # DCP's format: written here, and read back by the safe reader only
+        path = aside / manifests.METADATA_NAME
+        with open(path, "wb") as stream:
+            stream.write(content)
+            stream.flush()
+            os.fsync(stream.fileno())
+        manifest = Manifest(
+            directories.next_sequence(parent), manifests.digest_of(path), files, self._contribution.shapes
+        )
+        manifests.write(aside, manifest)
+        for problem in manifests.quick_problems(aside, manifest):
+            raise manifests.CheckpointError(problem)
+        directories.commit(self._directory)
+        if self._keep is not None:
+            directories.prune(parent, self._keep, self._directory)
+
+
+class _Staged:
+    """DCP's stager for what is staged already."""
+
+    should_synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+    def synchronize_staging(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class SaveHandle:
+    """A save that goes on in the background."""
+
+    def __init__(self, directory: Path, saving: Saving | None = None, started: Future[Any] | None = None) -> None:
+        self.directory = directory
+        self._saving, self._started = saving, started
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._started is None or self._started.done()
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Wait until the checkpoint is complete and return its directory. Raises what failed on any rank.
+
+        TimeoutError after ``timeout`` seconds, if given; the save goes on.
+        """
+        if self._saving is not None and self._started is not None:
+            self._saving.result_of(self._started, timeout)
+        return self.directory

@@ -1,0 +1,401 @@
+"""DCP's storage, reading and writing the files that its own file system storage has, faster and with checksums.
+
+``Writer`` and ``Reader`` are a ``StorageWriter`` and a ``StorageReader`` of torch.distributed.checkpoint. They write
+from and read into the tensors' own memory, any range of a tensor, and nothing that is read can run code.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from shardstep import manifest as manifests
+from shardstep import safe_metadata
+from shardstep.manifest import CheckpointError, FileList, Item, Manifest, RunningChecksum
+from shardstep.torch_file import FRAMED_BYTES, Frame, bytes_in, frame_of, memory_of
+
+# Tensors on an accelerator pass through host memory in parts of this size.
+WINDOW_BYTES = 16 * 2**20
+
+
+class Written(NamedTuple):
+    """What one rank wrote."""
+
+    metadata: Metadata  # of its own items
+    results: list[WriteResult]
+    name: str  # of its file
+    file: FileList
+
+
+class Writer(StorageWriter):
+    """Writes this rank's items to one file of a directory that exists; then calls ``finish`` with what it wrote.
+
+    For ``dcp.save(..., no_dist=True)`` on every rank: ``prepare`` and ``finish`` make one checkpoint of it. A failure
+    in between is ``told``.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        prepare: Callable[[], None],
+        finish: Callable[[Written], None],
+        told: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        super().__init__()
+        self._directory, self._rank = directory, rank
+        self._prepare, self._finish, self._told = prepare, finish, told
+        self._file = FileList(0, manifests.block_for(0), {})
+        self._frames: dict[tuple[tuple[int, ...], torch.dtype], Frame] = {}
+
+    @property
+    def _name(self) -> str:
+        return f"__{self._rank}_0.distcp"
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._prepare()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        with self._told():
+            done.set_result(self._write(plan, planner))
+        return done
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        expected = sum(
+            bytes_in(tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype)
+            for item in plan.items
+            if item.tensor_data is not None
+        )
+        block = manifests.block_for(expected)
+        results, items, offset = [], {}, 0
+        with open(self._directory / self._name, "wb", buffering=0) as stream:
+            for item in plan.items:
+                data = planner.resolve_data(item)
+                written = self._write_item(stream, data, offset, block)
+                items[offset] = written
+                info = _StorageInfo(self._name, offset, written.length)
+                results.append(WriteResult(index=item.index, size_in_bytes=written.length, storage_data=info))
+                offset += written.length
+            os.fsync(stream.fileno())
+        self._file = FileList(offset, block, items)
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self._finish(Written(metadata, results[0], self._name, self._file))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+    def _write_item(self, stream: io.FileIO, data: Tensor | io.BytesIO, offset: int, block: int) -> Item:
+        if isinstance(data, Tensor) and data.nbytes >= FRAMED_BYTES:
+            return self._write_framed(stream, data.detach(), offset, block)
+        if isinstance(data, Tensor):
+            buffer = io.BytesIO()
+            torch.save(data.detach().cpu().clone(memory_format=torch.contiguous_format), buffer)
+            data = buffer
+        payload = data.getbuffer()
+        checksum = RunningChecksum(block)
+        checksum.add(payload)
+        checksum.note()
+        _write_all(stream, [payload])
+        return Item(offset, len(payload), 0, len(payload), 0, tuple(checksum.noted))
+
+    def _write_framed(self, stream: io.FileIO, tensor: Tensor, offset: int, block: int) -> Item:
+        key = tuple(tensor.shape), tensor.dtype
+        if key not in self._frames:
+            self._frames[key] = frame_of(*key)
+        frame = self._frames[key]
+        checksum = RunningChecksum(block)
+        parts: list[memoryview | bytes] = [frame.head]
+        for window in _host_windows(tensor):
+            memory = memory_of(window)
+            checksum.add(memory)
+            parts.append(memory)
+            _write_all(stream, parts)
+            parts = []
+        checksum.note()
+        tail = frame.tail_for(checksum.value)
+        _write_all(stream, [*parts, tail])
+        length = len(frame.head) + tensor.nbytes + len(tail)
+        frame_crc = zlib.crc32(tail, zlib.crc32(frame.head))
+        return Item(offset, length, len(frame.head), tensor.nbytes, frame_crc, tuple(checksum.noted))
+
+
+def _host_windows(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements of a tensor in order, as contiguous CPU tensors: itself, or copies of a bounded size."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        yield tensor
+        return
+    # (A tensor that is not contiguous is a small matter: its contiguous copy is as large as itself.)
+    flat = tensor.contiguous().view(-1)
+    yield from (window.cpu() for window in flat.split(max(WINDOW_BYTES // tensor.itemsize, 1)))
+
+
+def _write_all(stream: io.FileIO, parts: Sequence[memoryview | bytes]) -> None:
+    for part in parts:
+        view = memoryview(part)
+        while len(view):
+            view = view[stream.write(view) :]
+
+
+class Reader(FileSystemReader):
+    """Reads a DCP directory. Checks what it reads if the directory has a manifest; unpickles nothing but plain data."""
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        super().__init__(path)
+        self.bytes_read = 0  # of data files
+        self._manifest: Manifest | None = None
+        self._chunks: dict[Any, tuple[tuple[int, ...], torch.dtype]] = {}
+        self._frames: dict[tuple[tuple[int, ...], torch.dtype], Frame] = {}
+
+    @property
+    def directory(self) -> Path:
+        return Path(self.path)
+
+    @property
+    def manifest(self) -> Manifest | None:
+        """The checksums, if the directory has any. There after ``read_metadata``."""
+        return self._manifest
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The metadata, through the safe reader. CheckpointError names the file that is missing or wrong."""
+        path = self.directory / manifests.METADATA_NAME
+        if not self.directory.is_dir():
+            raise CheckpointError(f"{self.directory} expects a checkpoint directory, but there is none.")
+        self._manifest = manifests.read(self.directory)
+        if self._manifest is not None:
+            for problem in manifests.quick_problems(self.directory, self._manifest):
+                raise CheckpointError(problem)
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
+        metadata = safe_metadata.loads(data, path)
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        self._check(metadata, path)
+        return metadata
+
+    def _check(self, metadata: Metadata, path: Path) -> None:
+        """That the items lie in files of this directory: the metadata says where to read."""
+        for info in (metadata.storage_data or {}).values():
+            name = str(info.relative_path)
+            if Path(name).name != name:
+                raise CheckpointError(f"{path} speaks of a file outside the directory: {name!r}.")
+            if self._manifest is not None and name not in self._manifest.files:
+                raise CheckpointError(f"{path} speaks of a file that the manifest does not know: {name!r}.")
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        self._chunks = {
+            (fqn, tuple(chunk.offsets)): (tuple(chunk.sizes), entry.properties.dtype)
+            for fqn, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+            for chunk in entry.chunks
+        }
+
+    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+        by_file: dict[str, list[ReadItem]] = {}
+        for item in plan.items:
+            by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
+        for name, items in by_file.items():
+            items.sort(key=lambda item: (self.storage_data[item.storage_index].offset, item.storage_offsets))
+            self._read_file(name, items, planner)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def _read_file(self, name: str, items: list[ReadItem], planner: Any) -> None:
+        path = self.directory / name
+        checks = self._manifest.files.get(name) if self._manifest is not None else None
+        try:
+            with open(path, "rb", buffering=0) as stream:
+                file = _OpenFile(path, stream, checks)
+                for item in items:
+                    self._read_item(file, item, planner)
+                self.bytes_read += file.bytes_read
+        except CheckpointError:
+            raise
+        except (OSError, RuntimeError, ValueError, KeyError, EOFError, AssertionError) as error:
+            raise CheckpointError(f"{path} cannot be read as a file of a DCP checkpoint: {error}") from error
+
+    def _read_item(self, file: _OpenFile, item: ReadItem, planner: Any) -> None:
+        info = self.storage_data[item.storage_index]
+        if info.transform_descriptors:
+            raise CheckpointError(f"{file.path} is written with transforms {info.transform_descriptors}: unsupported.")
+        if item.type == LoadItemType.BYTE_IO:
+            planner.load_bytes(item, io.BytesIO(file.read_whole(info)))
+            return
+        shape, dtype = self._chunks[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
+        target = planner.resolve_tensor(item).detach()
+        region = tuple(item.storage_offsets), tuple(item.lengths)
+        payload = self._payload_of(file, info, shape, dtype)
+        if payload is None or not _is_contiguous_region(shape, *region):
+            saved = torch.load(io.BytesIO(file.read_whole(info)), map_location="cpu", weights_only=True)
+            if not isinstance(saved, Tensor) or tuple(saved.shape) != shape:
+                raise CheckpointError(f"{file.path} expects a tensor of shape {shape} at byte {info.offset}.")
+            for dim, (offset, length) in enumerate(zip(*region, strict=True)):
+                saved = saved.narrow(dim, offset, length)
+            target.copy_(saved)
+        else:
+            start = _flat_start(shape, region[0])
+            for at, window in _target_windows(target, dtype):
+                file.read_range(info, payload, (start + at) * dtype.itemsize, memory_of(window))
+                if window.data_ptr() != target.data_ptr():
+                    _put(target, at, window)
+        planner.commit_tensor(item, target)
+
+    def _payload_of(self, file: _OpenFile, info: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Item | None:
+        """Where the elements of an item lie, if they lie there as they do in memory."""
+        size = bytes_in(shape, dtype)
+        if size < FRAMED_BYTES:
+            return None
+        if file.checks is not None:
+            item = file.checks.items.get(info.offset)
+            return item if item is not None and item.head and item.payload == size else None
+        key = shape, dtype
+        if key not in self._frames:
+            self._frames[key] = frame_of(*key)
+        frame = self._frames[key]
+        same = info.length == len(frame.head) + size + len(frame.tail)
+        if not same or file.read_at(info.offset, len(frame.head)) != frame.head:
+            return None
+        return Item(info.offset, info.length, len(frame.head), size, 0, ())
+
+
+class _OpenFile:
+    """A data file that is read in ranges, each checked against the manifest."""
+
+    def __init__(self, path: Path, stream: io.FileIO, checks: FileList | None) -> None:
+        self.path, self.checks = path, checks
+        self._stream = stream
+        self.bytes_read = 0
+
+    def read_at(self, offset: int, length: int) -> bytes:
+        buffer = bytearray(length)
+        self._fill(offset, memoryview(buffer))
+        return bytes(buffer)
+
+    def _fill(self, offset: int, target: memoryview) -> None:
+        while len(target):
+            count = os.preadv(self._stream.fileno(), [target], offset)
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.path} ends at byte {offset}, before what it should hold. It is truncated."
+                )
+            self.bytes_read += count
+            offset, target = offset + count, target[count:]
+
+    def _damaged(self, item: Item) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} is damaged between bytes {item.offset} and {item.offset + item.length}: the checksum differs "
+            "from the one in the manifest."
+        )
+
+    def read_whole(self, info: Any) -> bytes:
+        """An item with its head and tail."""
+        data = self.read_at(info.offset, info.length)
+        if self.checks is not None:
+            item = self.checks.items.get(info.offset)
+            if item is None or item.length != info.length:
+                raise CheckpointError(f"{self.path} holds no item at byte {info.offset} according to the manifest.")
+            view = memoryview(data)
+            end = item.head + item.payload
+            checksum = RunningChecksum(self.checks.block)
+            checksum.add(view[item.head : end])
+            checksum.note()
+            frame = zlib.crc32(view[end:], zlib.crc32(view[: item.head])) if item.head else 0
+            if tuple(checksum.noted) != item.crcs or frame != item.frame_crc:
+                raise self._damaged(item)
+        return data
+
+    def read_range(self, info: Any, item: Item, start: int, target: memoryview) -> None:
+        """The payload's bytes from ``start`` on. The ends are read up to whole blocks, to be checked."""
+        base, stop = item.offset + item.head, start + len(target)
+        if self.checks is None:
+            self._fill(base + start, target)
+            return
+        block = self.checks.block
+        low, high = start // block * block, min(-(-stop // block) * block, item.payload)
+        before, after = bytearray(start - low), bytearray(high - stop)
+        self._fill(base + low, memoryview(before))
+        self._fill(base + start, target)
+        self._fill(base + stop, memoryview(after))
+        first = low // block
+        checksum = RunningChecksum(block, item.crcs[first - 1] if first else 0)
+        for part in (memoryview(before), target, memoryview(after)):
+            checksum.add(part)
+        checksum.note()
+        if tuple(checksum.noted) != item.crcs[first : -(-high // block)]:
+            raise self._damaged(item)
+        if stop == item.payload:  # whoever has the end checks what surrounds the elements
+            tail = item.offset + item.head + item.payload
+            frame = zlib.crc32(self.read_at(item.offset, item.head))
+            frame = zlib.crc32(self.read_at(tail, item.offset + item.length - tail), frame)
+            if frame != item.frame_crc:
+                raise self._damaged(item)
+
+
+def _is_contiguous_region(shape: tuple[int, ...], offsets: tuple[int, ...], lengths: tuple[int, ...]) -> bool:
+    """Whether a box of a tensor is one range of its elements: ones, then any, then whole dimensions."""
+    free = [dim for dim in range(len(shape)) if lengths[dim] != 1]
+    return all(lengths[dim] == shape[dim] for dim in range(free[0] + 1, len(shape))) if free else True
+
+
+def _flat_start(shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
+    return sum(offset * prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
+
+
+def _target_windows(target: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+    """Where to read to, in order, with the first element of each: the target's own memory, or host memory for it."""
+    if target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype:
+        yield 0, target
+        return
+    step = max(WINDOW_BYTES // dtype.itemsize, 1) if target.is_contiguous() else max(target.numel(), 1)
+    for at in range(0, target.numel(), step):
+        yield at, torch.empty(min(step, target.numel() - at), dtype=dtype)
+
+
+def _put(target: Tensor, at: int, window: Tensor) -> None:
+    if target.is_contiguous():
+        target.view(-1)[at : at + window.numel()].copy_(window)
+    else:
+        target.copy_(window.view(target.shape))
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """DCP's planner, without its pickles: what is no tensor is read with ``weights_only=True``."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        path = self.mappings[read_item.dest_index.fqn]
+        container: Any = self.original_state_dict
+        for part in path[:-1]:
+            container = container[part]
+        container[path[-1]] = torch.load(value, weights_only=True)

@@ -1,0 +1,98 @@
+"""The bytes that ``torch.save`` writes for one tensor: a head, the elements, a tail.
+
+A DCP file is such items, one after the other. With the head and tail of a shape at hand, elements go straight from
+memory to disk and back, any range of them, and the result is what torch itself would have written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from math import prod
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# Smaller tensors are saved by torch.save itself: their head and tail are most of their bytes anyway.
+FRAMED_BYTES = 16 * 1024
+_KEPT = 16 * 1024  # more than any head or tail has
+_CENTRAL, _LOCAL, _DESCRIPTOR = b"PK\x01\x02", b"PK\x03\x04", b"PK\x07\x08"
+
+
+class Frame(NamedTuple):
+    """What surrounds the elements of a tensor of some dtype and shape."""
+
+    head: bytes
+    tail: bytes  # with zeros for the checksum of the elements
+    checksum_at: tuple[int, ...]  # where the checksum stands in the tail
+
+    def tail_for(self, checksum: int) -> bytes:
+        tail = bytearray(self.tail)
+        for position in self.checksum_at:
+            struct.pack_into("<I", tail, position, checksum)
+        return bytes(tail)
+
+
+class _Ends:
+    """A file that keeps its beginning and its end only."""
+
+    def __init__(self) -> None:
+        self.size = 0
+        self.first = bytearray()
+        self.last = bytearray()
+
+    def write(self, data: memoryview | bytes) -> int:
+        count = len(data)
+        self.first += data[: max(_KEPT - len(self.first), 0)]
+        self.last = self.last[-_KEPT:] + data[-_KEPT:]
+        self.size += count
+        return count
+
+    def flush(self) -> None:
+        pass
+
+
+def frame_of(shape: tuple[int, ...], dtype: torch.dtype) -> Frame:
+    """Save a tensor of that shape, and keep what surrounds its elements. (Its memory is never touched: zero pages.)"""
+    ends = _Ends()
+    tensor = torch.empty(shape, dtype=dtype)
+    torch.save(tensor, ends)  # type: ignore[arg-type]
+    first, last = bytes(ends.first), bytes(ends.last[-_KEPT:])
+    beyond = ends.size - len(last)  # where ``last`` begins in the file
+    entry = _entry_of_the_elements(last)
+    (header,) = struct.unpack_from("<I", last, entry + 42)
+    assert first[header : header + 4] == _LOCAL
+    name_bytes, extra_bytes = struct.unpack_from("<HH", first, header + 26)
+    start = header + 30 + name_bytes + extra_bytes
+    descriptor = start + tensor.nbytes - beyond
+    assert last[descriptor : descriptor + 4] == _DESCRIPTOR
+    tail = bytearray(last[descriptor:])
+    positions = (4, entry - descriptor + 16)
+    for position in positions:
+        struct.pack_into("<I", tail, position, 0)
+    return Frame(first[:start], bytes(tail), positions)
+
+
+def _entry_of_the_elements(last: bytes) -> int:
+    """Where the archive's directory speaks of the record that holds the elements."""
+    position = last.find(_CENTRAL)
+    while position >= 0:
+        (name_bytes,) = struct.unpack_from("<H", last, position + 28)
+        if last[position + 46 : position + 46 + name_bytes].endswith(b"/data/0"):
+            return position
+        position = last.find(_CENTRAL, position + 4)
+    raise ValueError("torch.save expects to write a record 'data/0' but did not. This version of torch is unknown.")
+
+
+def bytes_in(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return prod(shape) * dtype.itemsize
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, where they are."""
+    assert tensor.is_contiguous()
+    assert tensor.device.type == "cpu"
+    if tensor.nbytes == 0:
+        return memoryview(bytearray())
+    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
