@@ -90,6 +90,11 @@ def open_group(process_group: dist.ProcessGroup | None) -> Group:
     )
 
 
+def alone() -> Group:
+    """A process by itself, for what needs a group but sends nothing."""
+    return Group(process_group=None, rank=0, world_size=1, global_rank=0, backends={"cpu": "gloo"})  # type: ignore
+
+
 def open_side_group(group: Group, backend: str | None = None) -> Group:
     """A second process group of the same ranks, so that two kinds of traffic cannot block each other.
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardstep import groups, saving, sharded_form
+from shardstep import collectives, groups, saving, sharded_form
 from shardstep.agreement import Board
 from shardstep.buckets import Shard
 from shardstep.collectives import Group
@@ -70,11 +70,11 @@ def holder_of(optimizer: Any) -> Holder:
             f"{type(optimizer).__qualname__}. Pass the optimizer itself, not its state dict."
         )
     placement = _Unsharded(optimizer)
-    alone = Group(process_group=None, rank=0, world_size=1, global_rank=0, backends={"cpu": "gloo"})  # type: ignore
+    group = collectives.alone()
 
     def load(form: dict[str, Any], model: Module | None, strict: bool) -> None:
         names = names_of(optimizer.param_groups, model)
         parts = sharded_form.loadable(form, optimizer.param_groups, names, placement, strict)
         saving.load_pieces(*parts, placement, optimizer)
 
-    return Holder(optimizer, optimizer, placement, alone, Board(alone), load)
+    return Holder(optimizer, optimizer, placement, group, Board(group), load)

@@ -21,7 +21,7 @@ from shardstep import sharded_form
 from shardstep.holders import Holder
 from shardstep.layout import ParamSpec, Piece
 from shardstep.manifest import CheckpointError
-from shardstep.naming import clean, names_of, unwrapped
+from shardstep.naming import clean, names_of, positions_of, unwrapped
 from shardstep.sharded_form import Differences
 from shardstep.state_shard import shard_of_range, shard_of_whole
 from shardstep.storage import Reader, SafeLoadPlanner
@@ -47,7 +47,7 @@ class Checkpoint:
             path = self.paths[fqn]
             if path[: len(root)] == root:
                 is_tensor = isinstance(entry, TensorStorageMetadata)
-                _put(tree, path, torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None)
+                put(tree, path, torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None)
         return tree
 
     def read_into(self, form: dict[str, Any]) -> None:
@@ -82,7 +82,7 @@ class Checkpoint:
         return found
 
 
-def _put(tree: Any, path: tuple[Any, ...], value: Any) -> None:
+def put(tree: Any, path: tuple[Any, ...], value: Any) -> None:
     """Set ``tree[path[0]][path[1]]...``, making dicts and lists on the way."""
     for part, following in pairwise(path):
         new: Any = [] if isinstance(following, int) else {}
@@ -116,7 +116,7 @@ class Loading:
             form = self._targets(checkpoint)
             checkpoint.read_into(form)
         self._agree(checkpoint)
-        self._holder.load(form[OPTIM], self._model, self._strict)
+        self._holder.load(self._renamed(form[OPTIM]), self._model, self._strict)
         if self._model is not None and MODEL in form:
             self._load_model(form[MODEL])
         return form.get(EXTRA) or {}
@@ -141,9 +141,8 @@ class Loading:
 
     def _targets(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Places for everything that this rank needs. ValueError if the checkpoint does not fit and ``strict``."""
-        names = names_of(self._holder.optimizer.param_groups, self._model)
         groups = checkpoint.groups()
-        sharded_form.check_named_alike(groups, list(names.values()))
+        names = self._names(groups)
         missing, unexpected = sharded_form.compare_names(groups, names.values())
         differences = Differences(missing, unexpected, [])
         form = {OPTIM: {"state": self._state_targets(checkpoint, groups, names, differences), "param_groups": groups}}
@@ -156,6 +155,31 @@ class Loading:
                 raise ValueError(f"{told} {sharded_form.REMEDY}")
             warnings.warn(f"{told} What does not match starts empty, or is left out.", stacklevel=5)
         return form
+
+    def _names(self, groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, str]:
+        """What the checkpoint calls the parameters.
+
+        If it was made from a plain state dict, which knows no names, that is their position.
+        """
+        param_groups = self._holder.optimizer.param_groups
+        names = names_of(param_groups, self._model)
+        saved = [str(name) for group in groups for name in group["params"]]
+        if saved == [str(i) for i in range(len(names))] and [len(g["params"]) for g in groups] == [
+            len(group["params"]) for group in param_groups
+        ]:
+            return positions_of(param_groups)
+        sharded_form.check_named_alike(groups, list(names.values()))
+        return names
+
+    def _renamed(self, form: dict[str, Any]) -> dict[str, Any]:
+        """The form with the optimizer's names for parameters."""
+        param_groups = self._holder.optimizer.param_groups
+        names, called = names_of(param_groups, self._model), self._names(form["param_groups"])
+        new = {called[param]: name for param, name in names.items()}
+        groups = [
+            {**group, "params": [new.get(name, name) for name in group["params"]]} for group in form["param_groups"]
+        ]
+        return {"state": {new.get(n, n): value for n, value in form["state"].items()}, "param_groups": groups}
 
     def _state_targets(
         self,
@@ -182,7 +206,7 @@ class Loading:
             if piece is not None:
                 for path, entry in entries.items():
                     like = placement.shard.tensors[index]
-                    _put(state[name], path, _target(entry, like, spec, piece, differences, name))
+                    put(state[name], path, _target(entry, like, spec, piece, differences, name))
         known = {*names.values(), *shapes, *(name for group in groups for name in group["params"])}
         for name in saved.keys() - known:  # state that belongs to no parameter
             found = checkpoint.skeleton(OPTIM, "state", name)

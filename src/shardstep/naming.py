@@ -52,6 +52,12 @@ def names_of(param_groups: Sequence[Mapping[str, Any]], model: Module | None) ->
             names.setdefault(param, clean(name.removeprefix("module.")))
     if names.keys() == params.keys() and len(set(names.values())) == len(names):
         return names
+    return positions_of(param_groups)
+
+
+def positions_of(param_groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, str]:
+    """Positions over all groups, for parameters whose names nobody told."""
+    params = dict.fromkeys(param for group in param_groups for param in group["params"])
     return {param: str(position) for position, param in enumerate(params)}
 
 

@@ -171,6 +171,7 @@ class Reader(FileSystemReader):
         super().__init__(path)
         self.bytes_read = 0  # of data files
         self._manifest: Manifest | None = None
+        self._metadata: Metadata | None = None
         self._chunks: dict[Any, tuple[tuple[int, ...], torch.dtype]] = {}
         self._frames: dict[tuple[tuple[int, ...], torch.dtype], Frame] = {}
 
@@ -183,8 +184,18 @@ class Reader(FileSystemReader):
         """The checksums, if the directory has any. There after ``read_metadata``."""
         return self._manifest
 
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        super().reset(checkpoint_id)
+        if checkpoint_id is not None:
+            self._metadata = None
+
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """The metadata, through the safe reader. CheckpointError names the file that is missing or wrong."""
+        """The metadata, through the safe reader, once. CheckpointError names the file that is missing or wrong."""
+        if self._metadata is None:
+            self._metadata = self._read_metadata()
+        return self._metadata
+
+    def _read_metadata(self) -> Metadata:
         path = self.directory / manifests.METADATA_NAME
         if not self.directory.is_dir():
             raise CheckpointError(f"{self.directory} expects a checkpoint directory, but there is none.")
