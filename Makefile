@@ -6,7 +6,7 @@ RIVALS := .venv-bench
 NPROC  ?= 2
 ARGS   ?=
 
-.PHONY: train test lint format bench-core bench-step clean
+.PHONY: train test lint format bench-core bench-step bench-checkpoint clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -47,6 +47,9 @@ $(RIVALS)/installed: pyproject.toml benchmarks/rivals.txt
 
 bench-step: $(RIVALS)/installed
 	$(RIVALS)/bin/python -m benchmarks.step $(ARGS)
+
+bench-checkpoint: $(VENV)/installed
+	$(BIN)/python -m benchmarks.checkpoint $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(RIVALS) .pytest_cache .ruff_cache .hypothesis

@@ -149,9 +149,9 @@ class Board:
     def _await_verdict(self) -> dict:
         if not self._wait("verdict", self._group.timeout):
             entered = [self._group.store.check([self._key(f"entered/{r}")]) for r in range(self._group.world_size)]
-            # The last one may have come this very moment, and is about to decide.
-            if not all(entered) or not self._wait("verdict", timedelta(seconds=5)):
-                return self._publish({"absent": [rank for rank, here in enumerate(entered) if not here]})
+            if all(entered):  # the last one came this very moment, or died before it decided: decide for it
+                return self._publish(self._decide())
+            return self._publish({"absent": [rank for rank, here in enumerate(entered) if not here]})
         return json.loads(self._group.store.get(self._key("verdict")))
 
     def _publish(self, verdict: dict) -> dict:

@@ -137,16 +137,17 @@ def resume(
         Its path, and what was saved as ``extra``.
     """
     holder, parent = holders.holder_of(optimizer), Path(os.path.abspath(directory))
-    names: list[str] = []
-    if holder.group.rank == 0:
-        try:
-            names = [path.name for path, _ in directories.newest_first(parent)]
-        except OSError as error:
-            holder.fail("checkpoint.resume", error)
-            raise
+    try:
+        found = directories.to_try(parent) if holder.group.rank == 0 else ([], [])
+    except OSError as error:
+        holder.fail("checkpoint.resume", error)
+        raise
     holder.board.agree("checkpoint.resume", [("directory", {"name": parent.name})])
-    if holder.group.world_size > 1:
-        names = collectives.move_json(holder.group, names, 0, None)
+    if holder.group.world_size > 1:  # what rank 0 sees counts: file systems may differ for a moment
+        found = collectives.move_json(holder.group, found, 0, None)
+    names, wrong = found
+    for problem in wrong:
+        warnings.warn(f"a checkpoint is skipped because it cannot be read: {problem}", stacklevel=2)
     for name in names:
         try:
             return parent / name, load(parent / name, optimizer, model, strict)

@@ -67,7 +67,7 @@ def discard(directory: Path) -> None:
 
 def next_sequence(parent: Path) -> int:
     """A number higher than that of every checkpoint in ``parent``."""
-    return max((manifest.sequence for _, manifest in _candidates(parent)), default=0) + 1
+    return max((manifests.sequence_of(path) for path in parent.iterdir()), default=0) + 1
 
 
 def _candidates(parent: Path) -> Iterator[tuple[Path, Manifest]]:
@@ -83,7 +83,12 @@ def _candidates(parent: Path) -> Iterator[tuple[Path, Manifest]]:
 
 
 def newest_first(parent: Path) -> list[tuple[Path, Manifest]]:
-    """The checkpoints in ``parent`` that are complete as far as names and sizes tell.
+    """The checkpoints in ``parent`` that are complete as far as names and sizes tell."""
+    return [pair for pair in _by_age(parent) if not any(manifests.quick_problems(*pair))]
+
+
+def _by_age(parent: Path) -> list[tuple[Path, Manifest]]:
+    """All that have a manifest, the newest first.
 
     One that was being replaced when the power went counts by its own name again.
     """
@@ -93,9 +98,20 @@ def newest_first(parent: Path) -> list[tuple[Path, Manifest]]:
             original = path.with_name(path.name[1:].removesuffix(_REPLACED))
             if original.exists():
                 continue
-        if not any(manifests.quick_problems(path, manifest)):
-            found.append((path, manifest))
+        found.append((path, manifest))
     return sorted(found, key=lambda pair: pair[1].sequence, reverse=True)
+
+
+def to_try(parent: Path) -> tuple[list[str], list[str]]:
+    """The names of all checkpoints, the newest first, damaged or not; and what is wrong with those not even listed."""
+    wrong = []
+    for path in sorted(parent.iterdir()) if parent.is_dir() else ():
+        if path.is_dir() and not path.name.endswith(_SAVING):
+            try:
+                manifests.read(path)
+            except CheckpointError as error:
+                wrong.append(str(error))
+    return [path.name for path, _ in _by_age(parent)], wrong
 
 
 def problems(directory: Path, manifest: Manifest, progress: Callable[[int], None] | None = None) -> Iterator[str]:

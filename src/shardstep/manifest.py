@@ -11,6 +11,7 @@ import base64
 import hashlib
 import json
 import os
+import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -22,6 +23,7 @@ METADATA_NAME = ".metadata"  # DCP's
 _VERSION = 1
 _SMALLEST_BLOCK = 16 * 1024
 _MOST_BLOCKS = 8192  # per file, roughly
+_SEQUENCE = re.compile(rb'"sequence": (\d+)')
 
 
 class CheckpointError(RuntimeError):
@@ -142,6 +144,16 @@ def read(directory: Path) -> Manifest | None:
         return None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise CheckpointError(f"{path} expects a manifest of shardstep but cannot be read as one: {error!r}") from error
+
+
+def sequence_of(directory: Path) -> int:
+    """The sequence number alone, from the manifest's first bytes; 0 if there is none."""
+    try:
+        with open(directory / FILE_NAME, "rb") as stream:
+            found = _SEQUENCE.search(stream.read(200))
+    except OSError:
+        return 0
+    return int(found[1]) if found else 0
 
 
 def digest_of(path: Path) -> str:

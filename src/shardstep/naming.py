@@ -18,10 +18,15 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def unwrapped(model: Module) -> Module:
-    """The module inside DistributedDataParallel."""
-    while isinstance(model, DistributedDataParallel):
-        model = model.module
-    return model
+    """The module inside DistributedDataParallel and torch.compile, in any order."""
+    while True:
+        compiled = model._modules.get("_orig_mod")
+        if isinstance(model, DistributedDataParallel):
+            model = model.module
+        elif compiled is not None:
+            model = compiled
+        else:
+            return model
 
 
 def clean(name: str) -> str:

@@ -17,8 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Smaller tensors are saved by torch.save itself: their head and tail are most of their bytes anyway.
-FRAMED_BYTES = 16 * 1024
 _KEPT = 16 * 1024  # more than any head or tail has
 _CENTRAL, _LOCAL, _DESCRIPTOR = b"PK\x01\x02", b"PK\x03\x04", b"PK\x07\x08"
 
@@ -78,13 +76,16 @@ def frame_of(shape: tuple[int, ...], dtype: torch.dtype) -> Frame:
 
 
 def _entry_of_the_elements(last: bytes) -> int:
-    """Where the archive's directory speaks of the record that holds the elements."""
-    position = last.find(_CENTRAL)
+    """Where the archive's directory speaks of the record that holds the elements.
+
+    From the end: the directory comes after the elements, which are whatever was in memory.
+    """
+    position = last.rfind(_CENTRAL)
     while position >= 0:
         (name_bytes,) = struct.unpack_from("<H", last, position + 28)
         if last[position + 46 : position + 46 + name_bytes].endswith(b"/data/0"):
             return position
-        position = last.find(_CENTRAL, position + 4)
+        position = last.rfind(_CENTRAL, 0, position)
     raise ValueError("torch.save expects to write a record 'data/0' but did not. This version of torch is unknown.")
 
 
