@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/train_gpt.py
 
-Prints the held-out loss before and after, what every rank really holds in memory, and a sample.
+Prints the held-out loss before and after, what every rank really holds in memory, and a sample. Saves as it goes;
+started again, with any number of ranks, it goes on where it was.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import time
 import zlib
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser, ArgumentTypeError, Namespace
 from collections.abc import Iterable, Iterator
-from itertools import islice
 from pathlib import Path
 
 import torch
@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardstep import ZeroRedundancyOptimizer
+from shardstep import ZeroRedundancyOptimizer, checkpoint
 
 COMMAND = "torchrun --standalone --nproc-per-node 2 examples/train_gpt.py"
 SKIPPED_DIRS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -53,7 +53,7 @@ def parse_args() -> Namespace:
     )
     add = parser.add_argument
     add("--steps", type=positive, default=600, help="optimizer steps")
-    add("--batch-size", type=positive, default=8, help="sequences per rank and step")
+    add("--batch-size", type=positive, default=16, help="sequences per step, all ranks together")
     add("--context", type=positive, default=128, help="bytes per sequence")
     add("--width", type=positive, default=192, help="model width")
     add("--layers", type=positive, default=4, help="transformer blocks")
@@ -68,6 +68,9 @@ def parse_args() -> Namespace:
     add("--prompt", default="def ", help="start of the generated text")
     add("--shard", choices=["auto", "element", "tensor"], default="auto", help="how to split the state")
     add("--bucket-view", action="store_true", help="keep the parameters in flat buckets")
+    add("--checkpoints", type=Path, default=Path("checkpoints"), help="where to save; a run per model and seed")
+    add("--save-every", type=positive, default=100, help="steps between checkpoints; the newest two are kept")
+    add("--fresh", action="store_true", help="start over, whatever was saved")
     args = parser.parse_args()
     if args.width % (2 * args.heads):
         parser.error(f"--width {args.width} must be a multiple of twice --heads {args.heads}")
@@ -133,12 +136,16 @@ def mean_loss(model: nn.Module, rows: Tensor) -> Tensor:
     return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
 
 
-def training_batches(text: Tensor, args: Namespace, device: torch.device) -> Iterator[Tensor]:
-    # Every rank draws its own windows: the same seed everywhere would train on one rank's data N times.
-    generator = torch.Generator().manual_seed(args.seed * dist.get_world_size() + dist.get_rank())
-    while True:
+def training_batches(text: Tensor, first: int, args: Namespace, device: torch.device) -> Iterator[Tensor]:
+    """This rank's sequences of every step from ``first`` on.
+
+    A step's batch depends on its number only, and each rank takes its part of it: whoever resumes, with as many ranks
+    as there are then, sees the sequences that come next.
+    """
+    for step in range(first, args.steps):
+        generator = torch.Generator().manual_seed(args.seed * 1_000_003 + step)
         starts = torch.randint(len(text) - args.context, (args.batch_size,), generator=generator)
-        yield windows(text, starts, args.context, device)
+        yield windows(text, starts[dist.get_rank() :: dist.get_world_size()], args.context, device)
 
 
 @torch.no_grad()
@@ -174,35 +181,68 @@ def warmup_times_cosine(optimizer: Optimizer, steps: int) -> LambdaLR:
     return LambdaLR(optimizer, factor)
 
 
-def training_losses(
-    model: nn.Module, optimizer: Optimizer, batches: Iterator[Tensor], args: Namespace
-) -> Iterator[Tensor]:
-    """Take one optimizer step for every loss that is asked for."""
-    schedule = warmup_times_cosine(optimizer, args.steps)
-    for rows in islice(batches, args.steps):
-        optimizer.zero_grad()
-        loss = mean_loss(model, rows)
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-        optimizer.step()
-        schedule.step()
-        yield loss.detach()
+class Run:
+    """The training run: model, optimizer and schedule, and how many steps they have made."""
+
+    def __init__(self, model: nn.Module, optimizer: ZeroRedundancyOptimizer, args: Namespace) -> None:
+        self.model, self.optimizer, self.args = model, optimizer, args
+        self.schedule = warmup_times_cosine(optimizer, args.steps)
+        self.step = 0
+        self.last_save: checkpoint.SaveHandle | None = None
+        # Another model cannot go on with these weights, so it is another run.
+        self.folder = args.checkpoints / f"gpt-{args.width}x{args.layers}x{args.heads}-seed{args.seed}"
+
+    def resume(self) -> Path | None:
+        """Go on where the newest checkpoint was taken, with however many ranks. None: there is none."""
+        found = None if self.args.fresh else checkpoint.resume(self.folder, self.optimizer, self.model)
+        if found is None:
+            return None
+        path, extra = found
+        self.step = extra["step"]
+        self.schedule.load_state_dict(extra["schedule"])
+        return path
+
+    def save(self) -> None:
+        """Save in the background: training goes on at once. The next save waits for this one."""
+        self.last_save = checkpoint.save(
+            self.folder / f"step-{self.step:06}",
+            self.optimizer,
+            self.model,
+            extra={"step": self.step, "schedule": self.schedule.state_dict()},
+            keep=2,
+            asynchronous=True,
+        )
+
+    def losses(self, batches: Iterator[Tensor]) -> Iterator[Tensor]:
+        """Take one optimizer step for every loss that is asked for."""
+        for rows in batches:
+            self.optimizer.zero_grad()
+            # DDP takes the mean over ranks; with uneven parts of the batch that is not the mean over sequences.
+            loss = mean_loss(self.model, rows) * (len(rows) * dist.get_world_size() / self.args.batch_size)
+            loss.backward()
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.args.clip)
+            self.optimizer.step()
+            self.schedule.step()
+            self.step += 1
+            if self.step % self.args.save_every == 0 or self.step == self.args.steps:
+                self.save()
+            yield loss.detach()
 
 
-def train(losses: Iterator[Tensor], args: Namespace, console: Console) -> None:
-    tokens_per_step = args.batch_size * args.context * dist.get_world_size()
+def train(run: Run, batches: Iterator[Tensor], args: Namespace, console: Console) -> None:
+    tokens_per_step = args.batch_size * args.context
     # Reading a loss waits for the device, so it is not done at every step.
     show_every = 5 if console.is_terminal else max(1, args.steps // 12)
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     recent: list[Tensor] = []
-    started = time.perf_counter()
+    started, first = time.perf_counter(), run.step
     with Progress(*columns, console=console, disable=console.quiet or not console.is_terminal) as bar:
-        task = bar.add_task("starting", total=args.steps)
-        for step, loss in enumerate(losses, start=1):
+        task = bar.add_task("starting", total=args.steps, completed=first)
+        for step, loss in enumerate(run.losses(batches), start=first + 1):
             recent.append(loss)
             bar.advance(task)
             if step % show_every == 0 or step == args.steps:
-                speed = step * tokens_per_step / (time.perf_counter() - started)
+                speed = (step - first) * tokens_per_step / (time.perf_counter() - started)
                 status = f"loss {torch.stack(recent).mean().item():.3f}  {speed:,.0f} tokens/s"
                 recent.clear()
                 bar.update(task, description=status)
@@ -278,13 +318,18 @@ def run(args: Namespace, device: torch.device, console: Console) -> None:
     console.print(f"{count:,} parameters, sharded AdamW, ranks: {dist.get_world_size()} ({device.type})")
     console.print(f"{len(text):,} bytes to train on, {len(held_out):,} held out")
 
+    training = Run(ddp, optimizer, args)
+    resumed = training.resume()
+    if resumed is not None:
+        console.print(f"resumed from {resumed}, step {training.step} of {args.steps} (--fresh starts over)")
     loss = held_out_loss(model, held_out, args, device)
     console.print(f"held-out loss before training: {loss:.3f} nats per byte")
-    batches = training_batches(text, args, device)
-    train(training_losses(ddp, optimizer, batches, args), args, console)
+    train(training, training_batches(text, training.step, args, device), args, console)
     loss = held_out_loss(model, held_out, args, device)
     console.print(f"held-out loss after training:  {loss:.3f} nats per byte")
 
+    if training.last_save is not None:
+        console.print(f"saved in {training.last_save.wait()}")
     console.print(memory_table(measure(model, optimizer, device), model))
     if dist.get_rank() == 0:
         console.rule("sample")
@@ -297,6 +342,9 @@ def main() -> int:
     args = parse_args()
     if "RANK" not in os.environ:
         print(f"train_gpt.py needs one process per rank; start it with:\n    {COMMAND}", file=sys.stderr)
+        return 2
+    if args.batch_size < int(os.environ["WORLD_SIZE"]):
+        print(f"--batch-size {args.batch_size} must be a sequence per rank at the least", file=sys.stderr)
         return 2
     device = pick_device()
     backend = dist.get_default_backend_for_device(device)
