@@ -207,16 +207,16 @@ class Torch(Contestant):
     name = "torch ZeRO"
 
     def __init__(self) -> None:
-        self.optimizer = stepped(TorchZero(parameters(), AdamW, fused=True, lr=1e-3))
+        self.zero = stepped(TorchZero(parameters(), AdamW, fused=True, lr=1e-3))
 
     def save(self, directory: Path) -> None:
-        self.optimizer.consolidate_state_dict(to=0)
+        self.zero.consolidate_state_dict(to=0)
         if dist.get_rank() == 0:
             directory.mkdir()
             with open(directory / "optimizer.pt", "wb") as stream:
-                torch.save(self.optimizer.state_dict(), stream)
+                torch.save(self.zero.state_dict(), stream)
                 os.fsync(stream.fileno())
-        self.optimizer._all_state_dicts = []
+        self.zero._all_state_dicts = []
 
     def target(self) -> Any:
         return TorchZero(parameters(False), AdamW, fused=True, lr=1e-3)

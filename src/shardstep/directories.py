@@ -7,18 +7,23 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from shardstep import manifest as manifests
 from shardstep.manifest import CheckpointError, Manifest
 
-_SAVING, _REPLACED = ".saving", ".replaced"
+# Endings of names that nobody takes for a checkpoint: being written; the one before, until the new one has its name;
+# being deleted.
+_SAVING, _REPLACED, _DELETED = ".saving", ".replaced", ".deleted"
+_FORGOTTEN = 24 * 3600.0  # seconds after which what another save left is taken for abandoned
 
 
 def aside_of(directory: Path) -> Path:
     """Where the checkpoint is written before it gets its name: beside it, so that a rename is enough."""
-    return directory.with_name(f".{directory.name}{_SAVING}")
+    return _sibling(directory, _SAVING)
 
 
 def prepare(directory: Path) -> None:
@@ -29,8 +34,7 @@ def prepare(directory: Path) -> None:
             "holds something else. Choose another."
         )
     aside = aside_of(directory)
-    if aside.exists():
-        shutil.rmtree(aside)
+    _delete(aside)
     aside.mkdir(parents=True)
 
 
@@ -39,17 +43,31 @@ def _is_replaceable(directory: Path) -> bool:
 
 
 def commit(directory: Path) -> None:
-    """Give a complete checkpoint its name. From then on it is there, also after a power failure."""
-    aside, old = aside_of(directory), directory.with_name(f".{directory.name}{_REPLACED}")
+    """Give a complete checkpoint its name. From then on it is there, also after a power failure.
+
+    At every moment there is a complete one: the old one under its name, or the old one put by, or the new one.
+    """
+    aside, old = aside_of(directory), _sibling(directory, _REPLACED)
     _flush(aside)
-    if old.exists():
-        shutil.rmtree(old)
     if directory.exists():
+        _delete(old)
         os.rename(directory, old)
     os.rename(aside, directory)
     _flush(directory.parent)
-    if old.exists():
-        shutil.rmtree(old)
+    _delete(old)
+
+
+def _sibling(directory: Path, ending: str) -> Path:
+    return directory.with_name(f".{directory.name}{ending}")
+
+
+def _delete(directory: Path) -> None:
+    """Delete a directory, if it is there. It loses its name first: half of it must not be taken for the whole."""
+    if directory.exists():
+        doomed = _sibling(directory, _DELETED)
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.rename(directory, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _flush(directory: Path) -> None:
@@ -62,7 +80,8 @@ def _flush(directory: Path) -> None:
 
 def discard(directory: Path) -> None:
     """Delete what was written aside, after a failure."""
-    shutil.rmtree(aside_of(directory), ignore_errors=True)
+    with suppress(OSError):
+        _delete(aside_of(directory))
 
 
 def next_sequence(parent: Path) -> int:
@@ -72,7 +91,7 @@ def next_sequence(parent: Path) -> int:
 
 def _candidates(parent: Path) -> Iterator[tuple[Path, Manifest]]:
     for path in sorted(parent.iterdir()) if parent.is_dir() else ():
-        if path.name.endswith(_SAVING) or not path.is_dir():
+        if path.name.endswith((_SAVING, _DELETED)) or not path.is_dir():
             continue
         try:
             manifest = manifests.read(path)
@@ -106,7 +125,7 @@ def to_try(parent: Path) -> tuple[list[str], list[str]]:
     """The names of all checkpoints, the newest first, damaged or not; and what is wrong with those not even listed."""
     wrong = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else ():
-        if path.is_dir() and not path.name.endswith(_SAVING):
+        if path.is_dir() and not path.name.endswith((_SAVING, _DELETED)):
             try:
                 manifests.read(path)
             except CheckpointError as error:
@@ -125,8 +144,15 @@ def problems(directory: Path, manifest: Manifest, progress: Callable[[int], None
 
 def prune(parent: Path, keep: int, but: Path) -> None:
     """Delete all complete checkpoints in ``parent`` but the newest ``keep``, and what interrupted saves left."""
-    for path, _ in newest_first(parent)[keep:]:
-        if path != but:
+    with suppress(OSError):  # what cannot be deleted now can be deleted next time
+        for path, _ in newest_first(parent)[keep:]:
+            if path != but:
+                _delete(path)
+        for path in parent.glob(f".*{_DELETED}"):
             shutil.rmtree(path, ignore_errors=True)
-    for path in parent.glob(f".*{_SAVING}"):
-        shutil.rmtree(path, ignore_errors=True)
+        for path in parent.glob(f".*{_REPLACED}"):
+            if path.with_name(path.name[1:].removesuffix(_REPLACED)).exists():
+                _delete(path)
+        for path in parent.glob(f".*{_SAVING}"):
+            if time.time() - path.stat().st_mtime > _FORGOTTEN:  # a younger one may be another save's, going on
+                _delete(path)

@@ -57,7 +57,10 @@ class Checkpoint:
             try:
                 dcp.load(form, storage_reader=self.reader, planner=SafeLoadPlanner(), no_dist=True)
             except CheckpointException as wrapped:
-                raise next(iter(wrapped.failures.values()))[0] from None
+                error = next(iter(wrapped.failures.values()))[0]
+                if isinstance(error, CheckpointError):
+                    raise error from None
+                raise CheckpointError(f"{self.directory} cannot be read: {error}") from error
 
     def groups(self) -> list[dict[str, Any]]:
         """The saved parameter groups."""

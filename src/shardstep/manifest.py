@@ -100,8 +100,16 @@ def to_json(file: FileList) -> dict[str, Any]:
 
 
 def from_json(data: dict[str, Any]) -> FileList:
+    """ValueError if it makes no sense."""
+    size, block = int(data["bytes"]), int(data["block"])
     rows = (Item(int(a), int(b), int(c), int(d), int(e), _unpacked(f)) for a, b, c, d, e, f in data["items"])
-    return FileList(int(data["bytes"]), int(data["block"]), {item.offset: item for item in rows})
+    file = FileList(size, block, {item.offset: item for item in rows})
+    for item in file.items.values():
+        blocks = -(-item.payload // block) if block > 0 else -1
+        fits = min(item[:4]) >= 0 and item.head + item.payload <= item.length and item.offset + item.length <= size
+        if not fits or len(item.crcs) != blocks:
+            raise ValueError(f"the item at byte {item.offset} does not fit its file")
+    return file
 
 
 def _packed(crcs: Sequence[int]) -> str:
@@ -122,9 +130,14 @@ def write(directory: Path, manifest: Manifest) -> None:
         "files": {name: to_json(file) for name, file in manifest.files.items()},
     }
     with open(directory / FILE_NAME, "wb") as stream:
-        stream.write(json.dumps(content).encode())
+        stream.write(json.dumps({**content, "sha256": _digest(content)}).encode())
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def _digest(content: dict[str, Any]) -> str:
+    """Of the manifest itself, without this line."""
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read(directory: Path) -> Manifest | None:
@@ -132,6 +145,8 @@ def read(directory: Path) -> Manifest | None:
     path = directory / FILE_NAME
     try:
         content = json.loads(path.read_bytes())
+        if content.pop("sha256") != _digest(content):
+            raise ValueError("it is damaged: its own checksum differs")
         if content["version"] != _VERSION:
             raise ValueError(f"version {_VERSION} is known, not {content['version']}")
         return Manifest(
@@ -142,7 +157,7 @@ def read(directory: Path) -> Manifest | None:
         )
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+    except Exception as error:  # of somebody else's file anything can be wrong
         raise CheckpointError(f"{path} expects a manifest of shardstep but cannot be read as one: {error!r}") from error
 
 

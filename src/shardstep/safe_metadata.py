@@ -1,71 +1,164 @@
 """Read DCP's ``.metadata`` without running what is in it.
 
-The file is a pickle. This reader makes nothing but the few plain classes that DCP's metadata consists of; anything else
-in it is refused before it is called. See SECURITY.md.
+The file is a pickle. This reader gives it nothing to call: every class that DCP's metadata consists of is a stand-in,
+made for this one reading, that keeps what it is given; anything else is refused. What was kept is then turned into
+DCP's own classes, field by field. See SECURITY.md.
 """
 
 from __future__ import annotations
 
 import io
-import pathlib
 import pickle
+from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import filesystem, metadata
 
 from shardstep.manifest import CheckpointError
 
-_METADATA = "torch.distributed.checkpoint.metadata"
-_STORAGE = "torch.distributed.checkpoint.filesystem"
-# Plain data classes: making one of them calls nothing that its fields could steer.
-_CLASSES = {
-    _METADATA: (
-        "Metadata",
-        "TensorStorageMetadata",
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "TensorProperties",
-        "MetadataIndex",
-        "StorageMeta",
-        "_MEM_FORMAT_ENCODING",
-    ),
-    _STORAGE: ("_StorageInfo", "_StoragePrefix"),
-    "torch": ("Size",),
-    "collections": ("OrderedDict",),
-}
+_RECORDS = (
+    metadata.Metadata,
+    metadata.TensorStorageMetadata,
+    metadata.BytesStorageMetadata,
+    metadata.ChunkStorageMetadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    filesystem._StorageInfo,
+    filesystem._StoragePrefix,
+)
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
 _LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged")
 
 
-def _layout(name: str) -> torch.layout:
+class _StandIn:
+    """Keeps what a pickle does with a class: the arguments of its call, and the state that is given to the result."""
+
+    __slots__ = ("args", "state")
+    args: tuple[Any, ...]
+    state: Any
+    turn: Callable[[Any, Any], Any]
+
+    def __new__(cls, *args: Any) -> _StandIn:
+        stand_in = object.__new__(cls)
+        stand_in.args, stand_in.state = args, None
+        return stand_in
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+def _record(kind: type) -> Callable[[Any, Any], Any]:
+    """For a data class: its fields, and nothing else, from the state."""
+    names = {field.name for field in fields(kind)}
+
+    def turn(args: Any, state: Any) -> Any:
+        if args or not isinstance(state or {}, dict) or not names.issuperset(state or {}):
+            raise pickle.UnpicklingError(f"a {kind.__name__} has other fields than {sorted(names)}")
+        made = object.__new__(kind)
+        for name, value in (state or {}).items():
+            object.__setattr__(made, name, value)
+        return made
+
+    return turn
+
+
+def _properties(args: Any, state: Any) -> Any:
+    made = metadata.TensorProperties()
+    if state is not None:
+        made.__setstate__(state)
+    return made
+
+
+def _layout(args: Any, state: Any) -> torch.layout:
     """torch pickles a layout as the call of a function with its name."""
-    plain = str(name).removeprefix("torch.")
-    if plain not in _LAYOUTS:
+    name = str(args[0]).removeprefix("torch.")
+    if name not in _LAYOUTS:
         raise pickle.UnpicklingError(f"{name!r} is no layout")
-    return getattr(torch, plain)
+    return getattr(torch, name)
+
+
+# How the arguments and the state that were kept become what they stand for.
+_TURNS: dict[tuple[str, str], Callable[[Any, Any], Any]] = {
+    **{(kind.__module__, kind.__name__): _record(kind) for kind in _RECORDS},
+    (metadata.__name__, "TensorProperties"): _properties,
+    (metadata.__name__, "_MEM_FORMAT_ENCODING"): lambda args, state: metadata._MEM_FORMAT_ENCODING(*args),
+    ("torch", "Size"): lambda args, state: torch.Size(*args),
+    ("torch.serialization", "_get_layout"): _layout,
+    ("collections", "OrderedDict"): lambda args, state: {},
+}
 
 
 class _SafeUnpickler(pickle.Unpickler):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data))
+        self._stand_ins: dict[tuple[str, str], type[_StandIn]] = {}
+
     def find_class(self, module: str, name: str) -> Any:
-        if name in _CLASSES.get(module, ()):
-            return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module == "torch.serialization" and name == "_get_layout":
-            return _layout
+        turn = _TURNS.get((module, name))
         if module.split(".")[0] == "pathlib" and name in _PATHS:
-            return pathlib.PurePosixPath  # where it was saved: a text, never opened
-        raise pickle.UnpicklingError(f"{module}.{name} is nothing that a checkpoint's metadata consists of")
+            turn = _path
+        if turn is None:
+            raise pickle.UnpicklingError(f"{module}.{name} is nothing that a checkpoint's metadata consists of")
+        if (module, name) not in self._stand_ins:
+            self._stand_ins[module, name] = type(name, (_StandIn,), {"__slots__": (), "turn": staticmethod(turn)})
+        return self._stand_ins[module, name]
+
+
+def _path(args: Any, state: Any) -> str:
+    """Where a checkpoint was saved: a text for people."""
+    return "/".join(map(str, args))
+
+
+def _turned(value: Any) -> Any:
+    """Plain data with every stand-in replaced by what it stands for."""
+    if isinstance(value, _StandIn):
+        return type(value).turn(_turned(value.args), _turned(value.state))
+    if type(value) is dict:
+        return {_turned(key): _turned(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_turned, value))
+    if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
+        return value
+    raise pickle.UnpicklingError(f"a {type(value).__name__} is nothing that a checkpoint's metadata consists of")
 
 
 def loads(data: bytes, path: Any) -> Any:
     """The metadata in ``data``. CheckpointError, which names ``path``, if that is not what it is."""
-    import torch.distributed.checkpoint.metadata as dcp_metadata
-
     try:
-        found = _SafeUnpickler(io.BytesIO(data)).load()
+        found = _turned(_SafeUnpickler(data).load())
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{path} expects the metadata of a DCP checkpoint but cannot be read: {error}") from error
-    if not isinstance(found, dcp_metadata.Metadata) or not isinstance(found.state_dict_metadata, dict):
+    if not isinstance(found, metadata.Metadata):
         raise CheckpointError(f"{path} expects the metadata of a DCP checkpoint but holds a {type(found).__name__}.")
+    entries, storage = getattr(found, "state_dict_metadata", None), getattr(found, "storage_data", None)
+    if not isinstance(entries, dict) or not isinstance(storage, dict):
+        raise CheckpointError(f"{path} expects the metadata of a DCP checkpoint but lacks entries or their places.")
+    _check_fields(found, path)
     return found
+
+
+def _check_fields(found: metadata.Metadata, path: Any) -> None:
+    """That what is used of the records is there and of its type."""
+    try:
+        for entry in found.state_dict_metadata.values():
+            if isinstance(entry, metadata.TensorStorageMetadata):
+                assert isinstance(entry.properties.dtype, torch.dtype)
+                sizes = [entry.size, *(size for chunk in entry.chunks for size in (chunk.offsets, chunk.sizes))]
+                assert all(isinstance(size, torch.Size) for size in sizes)
+            else:
+                assert isinstance(entry, metadata.BytesStorageMetadata)
+        for key, place in (found.planner_data or {}).items():  # where it stood in the dict that was saved
+            assert isinstance(place, tuple)
+            assert key not in found.state_dict_metadata or ".".join(map(str, place)) == key
+        assert found.planner_data is None or found.state_dict_metadata.keys() <= found.planner_data.keys()
+        for index, info in found.storage_data.items():
+            assert isinstance(index, metadata.MetadataIndex)
+            assert isinstance(info.relative_path, str)
+            assert info.offset >= 0
+            assert info.length >= 0
+    except (AssertionError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{path} expects the metadata of a DCP checkpoint, but a part of it is wrong.") from error
