@@ -106,8 +106,7 @@ def _print_table(headers: list[str], rows: list[list[str]]) -> None:
         table.add_column(header, justify="right" if position == 3 else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(Text, row))
-    console = Console()
-    console.print(table, width=None if console.is_terminal else 160)
+    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def _convert(args: Namespace) -> int:

@@ -75,6 +75,11 @@ class Checkpoint:
         self.read_into(form)
         return form[OPTIM]["param_groups"]
 
+    def shape_in_model(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a parameter of the model that was saved with the optimizer, if one was."""
+        entry = self.entries.get(f"{MODEL}.{name}")
+        return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
+
     def states(self) -> dict[str, dict[tuple[Any, ...], Any]]:
         """The saved state: by parameter, then by the path below it, DCP's description."""
         found: dict[str, dict[tuple[Any, ...], Any]] = {}
@@ -197,12 +202,12 @@ class Loading:
         state: dict[str, Any] = {}
         for index, param in placement.params.items():
             name, spec = names[param], placement.layout.spec_of[index]
-            entries = saved.get(name)
-            if entries is None:
+            entries = saved.get(name, {})
+            was = shapes.get(name) or checkpoint.shape_in_model(name) or _shape_of_moments(entries, len(spec.shape))
+            if was is not None and was != spec.shape:
+                differences.misshapen.append(f"{name} (saved for {was}, is {spec.shape})")
                 continue
-            was = _shape_that_differs(spec, entries, shapes.get(name))
-            if was is not None:
-                differences.misshapen.append(f"{name} (saved for {tuple(was)}, is {spec.shape})")
+            if name not in saved:
                 continue
             piece = placement.shard.pieces.get(index)
             state[name] = {}
@@ -223,12 +228,11 @@ class Loading:
         model.load_state_dict({keys[name]: value for name, value in entries.items()}, strict=self._strict)
 
 
-def _shape_that_differs(spec: ParamSpec, entries: Mapping[Any, Any], saved: tuple[int, ...] | None) -> Any:
-    """The shape that a parameter had when it was saved, if it is another than now."""
-    if saved is None:  # nobody noted it; moments have their parameter's shape
-        sizes = {tuple(e.size) for e in entries.values() if isinstance(e, TensorStorageMetadata) and len(e.size)}
-        saved = sizes.pop() if len(sizes) == 1 else None
-    return saved if saved is not None and saved != spec.shape else None
+def _shape_of_moments(entries: Mapping[Any, Any], dims: int) -> tuple[int, ...] | None:
+    """The shape of a parameter as its state tells: two moments of one shape have it, a lone tensor may not."""
+    sizes = [tuple(entry.size) for entry in entries.values() if isinstance(entry, TensorStorageMetadata)]
+    sizes = [size for size in sizes if len(size) == dims > 0]
+    return sizes[0] if len(sizes) > 1 and len(set(sizes)) == 1 else None
 
 
 def _target(entry: Any, like: Tensor, spec: ParamSpec, piece: Piece, differences: Differences, name: str) -> Any:

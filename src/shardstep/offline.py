@@ -236,9 +236,10 @@ def _fill(checkpoint: Checkpoint, key: str, descriptor: int, place: int, progres
     assert isinstance(entry, TensorStorageMetadata)
     shape, dtype = tuple(entry.size), entry.properties.dtype
     count, step, checksum = entry.size.numel(), max(WINDOW_BYTES // dtype.itemsize, 1), 0
+    buffer = torch.empty(min(step, count), dtype=dtype)
     for start in range(0, count, step):
         stop = min(start + step, count)
-        window = torch.empty(stop - start, dtype=dtype)
+        window = buffer[: stop - start]
         whole = start == 0 and stop == count
         shard = shard_of_whole(window.view(shape)) if whole else shard_of_range(shape, start, stop, window)
         checkpoint.read_into({key: shard})

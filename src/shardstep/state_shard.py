@@ -109,9 +109,8 @@ class StateShard(Tensor):
             for mine, other in zip(args[0].parts, args[1].parts, strict=True):
                 mine.tensor.copy_(other.tensor, *args[2:], **kwargs)
             return args[0]
-        if func is aten.new_empty.default and isinstance(
-            shard, StateShard
-        ):  # DCP's stager fills the result in, attribute by attribute
+        if func is aten.new_empty.default and isinstance(shard, StateShard):
+            # DCP's stager fills the result in, attribute by attribute.
             return StateShard(args[1], (), torch.empty(0, dtype=shard.dtype, device=kwargs.get("device")))
         if func not in _PART_BY_PART or not isinstance(shard, StateShard):
             raise RuntimeError(_refusal(str(func)))
