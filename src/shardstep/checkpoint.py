@@ -35,9 +35,9 @@ from shardstep.loader import Loading
 from shardstep.local import options_of
 from shardstep.manifest import CheckpointError
 from shardstep.saver import Contribution, SaveHandle, Saving
-from shardstep.storage import Reader
+from shardstep.storage import Reader, SafeLoadPlanner
 
-__all__ = ["CheckpointError", "Reader", "SaveHandle", "latest", "load", "resume", "save", "verify"]
+__all__ = ["CheckpointError", "Reader", "SafeLoadPlanner", "SaveHandle", "latest", "load", "resume", "save", "verify"]
 
 
 def save(
@@ -66,10 +66,7 @@ def save(
         A handle; ``handle.wait()`` returns when the checkpoint is complete. Without ``asynchronous`` it is.
     """
     holder = holders.holder_of(optimizer)
-    pending = getattr(optimizer, "_pending_save", None)
-    if pending is not None:
-        optimizer._pending_save = None  # type: ignore[attr-defined]
-        pending.wait()
+    _await_the_save_before(holder)
     path = Path(os.path.abspath(directory))
     try:
         if keep is not None and (not isinstance(keep, int) or keep < 1):
@@ -89,7 +86,7 @@ def save(
     if not asynchronous:
         saving.run()
         return SaveHandle(path)
-    handle = SaveHandle(path, saving, saving.start())
+    handle = SaveHandle(path, saving.start())
     optimizer._pending_save = handle  # type: ignore[attr-defined]
     return handle
 
@@ -168,6 +165,21 @@ def verify(directory: str | os.PathLike) -> None:
         raise CheckpointError("; ".join(problems))
 
 
+def _await_the_save_before(holder: Holder) -> None:
+    """One save at a time. If the one before failed and nobody was told, on any rank, this is where everybody is."""
+    pending: SaveHandle | None = getattr(holder.optimizer, "_pending_save", None)
+    if pending is None:
+        return
+    holder.optimizer._pending_save = None  # type: ignore[attr-defined]
+    failure = pending.failure()
+    if failure is not None:
+        told = [pending.told]
+        if holder.group.world_size > 1:
+            told = [bool(row[0]) for row in collectives.all_gather_ints(holder.group, [pending.told])]
+        if not any(told):
+            raise failure
+
+
 def _finish_gathers(optimizer: Optimizer) -> None:
     """With lazy gathers parameters may still be on their way."""
     wait = getattr(optimizer, "wait_for_parameters", None)
@@ -181,7 +193,7 @@ def _side(holder: Holder) -> tuple[Group, Board]:
         return holder.group, holder.board
     side = getattr(holder.optimizer, "_checkpoint_side", None)
     if side is None:
-        group = collectives.open_side_group(holder.group, "gloo")
+        group = collectives.for_another_thread(collectives.open_side_group(holder.group, "gloo"))
         side = group, Board(group, "checkpoint")
         holder.optimizer._checkpoint_side = side  # type: ignore[attr-defined]
     return side

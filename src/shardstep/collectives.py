@@ -48,11 +48,12 @@ class Group:
     world_size: int
     global_rank: int
     backends: Mapping[str, str]  # device type -> name of the backend that serves its tensors
+    own_store: dist.Store | None = None  # a connection of its own to the store, for another thread
 
     @property
     def store(self) -> dist.Store:
         """The key-value store the group was made with: a side channel that no collective can block."""
-        return self.process_group.get_group_store()
+        return self.own_store or self.process_group.get_group_store()
 
     @property
     def timeout(self) -> timedelta:
@@ -122,6 +123,11 @@ def open_side_group(group: Group, backend: str | None = None) -> Group:
     assert isinstance(side, dist.ProcessGroup), "this rank is a member"
     world.pg_group_ranks[side] = {global_rank: rank for rank, global_rank in enumerate(ranks)}
     return replace(group, process_group=side, backends={"cpu": backend} if backend else group.backends)
+
+
+def for_another_thread(group: Group) -> Group:
+    """The group with a connection of its own to the store. (One connection serves one call at a time, also a wait.)"""
+    return replace(group, own_store=group.store.clone())  # type: ignore[attr-defined]
 
 
 def same_ranks(one: Group, other: Group) -> bool:

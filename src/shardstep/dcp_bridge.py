@@ -21,6 +21,7 @@ from shardstep.codec import decode, dtype_name, dtype_of, encode
 from shardstep.collectives import Group
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
+_DEVICE = "shardstep_device"  # a key that no optimizer has
 _DEPTH = 24  # how far up the caller may be: decorators lie between
 
 
@@ -69,6 +70,8 @@ def template(group: Group, wanted: Request, device: torch.device) -> dict[int, d
     for position, tree, metas in described:
         tensors = [torch.empty((), dtype=dtype_of(dtype), device=device).expand(shape) for dtype, shape in metas]
         states[position] = decode(tree, tensors)
+    if not any(len(shape) for _, _, metas in described for _, shape in metas):
+        states.setdefault(0, {})[_DEVICE] = torch.empty(1, device=device)  # DCP asks for the device of any tensor
     return states
 
 
@@ -85,10 +88,15 @@ def _describe(form: Mapping[str, Any]) -> list[Any]:
 
 
 def unflattened(form: dict[str, Any]) -> dict[str, Any]:
-    """The dict that DCP gives to ``load_state_dict``, with the state that it leaves out.
+    """The dict that DCP gives to ``load_state_dict``, with the state that it leaves out, and without our stand-in.
 
     From a flattened dict it takes only what the optimizer has state for, which is nothing in a new one.
     """
+    states = form.get("state") if isinstance(form, Mapping) else None
+    for key, entry in states.items() if isinstance(states, Mapping) else ():
+        if isinstance(entry, Mapping) and _DEVICE in entry:
+            rest = {name: value for name, value in entry.items() if name != _DEVICE}
+            return {**form, "state": {**states, key: rest}}
     flat = next(
         (frame.f_locals.get("state_dict") for frame in _frames() if frame.f_code.co_name == "_load_optim_state_dict"),
         None,

@@ -141,13 +141,18 @@ class Saving:
     ) -> None:
         self._directory, self._contribution, self._keep = directory, contribution, keep
         self._group, self._board = group, board
+        self._others_know = False  # that this rank failed, or there is nothing more to know
 
     def run(self) -> None:
         """Save now."""
-        with warnings.catch_warnings(), self._undone():
+        with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=_NO_DIST_WARNING)
             # Each rank is alone for DCP. It would pickle its plans and send them; ours travel as JSON (``_finish``).
-            dcp.save(self._contribution.form, storage_writer=self._writer(), planner=_Planner(), no_dist=True)
+            try:
+                dcp.save(self._contribution.form, storage_writer=self._writer(), planner=_Planner(), no_dist=True)
+            except BaseException as error:
+                self._undo(error)
+                raise _unwrapped(error) from None
 
     def start(self) -> Future[Any]:
         """Save in a thread, what was staged."""
@@ -161,28 +166,19 @@ class Saving:
             no_dist=True,
         )
         assert isinstance(started, Future)
+        started.add_done_callback(lambda done: self._undo(done.exception()))
         return started
-
-    def result_of(self, started: Future[Any], timeout: float | None) -> None:
-        """Wait for what ``start`` returned, and raise what failed."""
-        with self._undone():
-            started.result(timeout)
 
     def _writer(self) -> Writer:
         aside = directories.aside_of(self._directory)
         return Writer(aside, self._group.rank, self._prepare, self._finish, self._told)
 
-    @contextmanager
-    def _undone(self) -> Iterator[None]:
-        """DCP wraps errors. Raise the error itself, with nothing left on disk."""
-        try:
-            yield
-        except CheckpointException as wrapped:
-            self._clean()
-            error = next(iter(wrapped.failures.values()))[0]
-            raise error from None
-
-    def _clean(self) -> None:
+    def _undo(self, error: BaseException | None) -> None:
+        """After a failure: nothing is left on disk, and the other ranks know."""
+        if error is None:
+            return
+        if not self._others_know:
+            self._board.fail(CALL, _unwrapped(error))
         if self._group.rank == 0:
             directories.discard(self._directory)
 
@@ -192,11 +188,14 @@ class Saving:
         try:
             yield
         except Exception as error:
+            self._others_know = True
             self._board.fail(CALL, error)
             raise
 
     def _meet(self, stage: str) -> None:
+        self._others_know = True  # whatever comes of it
         self._board.agree(CALL, [("stage", {"done": stage})])
+        self._others_know = stage == "committed"
 
     def _prepare(self) -> None:
         with self._told():
@@ -237,6 +236,11 @@ class Saving:
             directories.prune(parent, self._keep, self._directory)
 
 
+def _unwrapped(error: BaseException) -> BaseException:
+    """The error inside the one that DCP wraps around it."""
+    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+
+
 class _Staged:
     """DCP's stager for what is staged already."""
 
@@ -253,11 +257,12 @@ class _Staged:
 
 
 class SaveHandle:
-    """A save that goes on in the background."""
+    """A save that goes on in the background, or is done."""
 
-    def __init__(self, directory: Path, saving: Saving | None = None, started: Future[Any] | None = None) -> None:
+    def __init__(self, directory: Path, started: Future[Any] | None = None) -> None:
         self.directory = directory
-        self._saving, self._started = saving, started
+        self.told = False  # whether ``wait`` has raised what failed
+        self._started = started
 
     def done(self) -> bool:
         """Whether it has ended, well or not."""
@@ -268,6 +273,14 @@ class SaveHandle:
 
         TimeoutError after ``timeout`` seconds, if given; the save goes on.
         """
-        if self._saving is not None and self._started is not None:
-            self._saving.result_of(self._started, timeout)
+        if self._started is not None:
+            error = self._started.exception(timeout)
+            if error is not None:
+                self.told = True
+                raise _unwrapped(error)
         return self.directory
+
+    def failure(self) -> BaseException | None:
+        """Wait for its end; what failed, if anything did."""
+        error = self._started.exception() if self._started is not None else None
+        return None if error is None else _unwrapped(error)
