@@ -93,7 +93,9 @@ def unflattened(form: dict[str, Any]) -> dict[str, Any]:
     From a flattened dict it takes only what the optimizer has state for, which is nothing in a new one.
     """
     states = form.get("state") if isinstance(form, Mapping) else None
-    for key, entry in states.items() if isinstance(states, Mapping) else ():
+    if not isinstance(states, Mapping):
+        return form
+    for key, entry in states.items():
         if isinstance(entry, Mapping) and _DEVICE in entry:
             rest = {name: value for name, value in entry.items() if name != _DEVICE}
             return {**form, "state": {**states, key: rest}}

@@ -155,7 +155,7 @@ class Loading:
         differences = Differences(missing, unexpected, [])
         form = {OPTIM: {"state": self._state_targets(checkpoint, groups, names, differences), "param_groups": groups}}
         form.update(checkpoint.skeleton(EXTRA))
-        if self._model is not None:
+        if self._model is not None and any(path[0] == MODEL for path in checkpoint.paths.values()):
             form[MODEL] = _model_targets(checkpoint, self._model, differences)
         if differences:
             told = f"{self._directory} does not match: {differences}."

@@ -166,8 +166,12 @@ class Saving:
             no_dist=True,
         )
         assert isinstance(started, Future)
-        started.add_done_callback(lambda done: self._undo(done.exception()))
+        started.add_done_callback(self._end)
         return started
+
+    def _end(self, done: Future[Any]) -> None:
+        self._undo(done.exception())
+        self._contribution.form = {}  # the copy: the handle may be kept for long
 
     def _writer(self) -> Writer:
         aside = directories.aside_of(self._directory)
