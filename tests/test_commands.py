@@ -53,9 +53,7 @@ def test_what_the_readme_says_about_dcp_runs_as_pasted(tmp_path: Path) -> None:
     assert (tmp_path / "dcp" / ".metadata").is_file()
 
 
-SIZES = (
-    "--layers 1 --width 64 --heads 4 --context 32 --batch-size 6 --eval-windows 32 --sample-length 40 --save-every 4"
-)
+SIZES = "--layers 1 --width 64 --heads 4 --context 32 --batch-size 6 --eval-windows 32 --sample-length 40"
 
 
 def run_the_main_job(ranks: int, steps: int, folder: Path) -> tuple[str, dict[str, float]]:
