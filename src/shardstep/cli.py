@@ -114,8 +114,8 @@ def _convert(args: Namespace) -> int:
         with _progress("converting", offline.data_bytes(args.source)) as advance:
             offline.to_plain(args.source, args.target, args.part, advance)
     else:
-        with _progress("converting", 0):
-            offline.from_plain(args.source, args.target)
+        with _progress("converting", args.source.stat().st_size if args.source.exists() else 0) as advance:
+            offline.from_plain(args.source, args.target, advance)
     print(f"{args.source} -> {args.target}")
     return 0
 

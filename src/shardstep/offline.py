@@ -253,7 +253,7 @@ def _fill(checkpoint: Checkpoint, key: str, descriptor: int, place: int, progres
 # --- from a plain file --------------------------------------------------------------------------------------------
 
 
-def from_plain(source: Path, directory: Path) -> None:
+def from_plain(source: Path, directory: Path, progress: Progress) -> None:
     """Make a checkpoint directory of a file that ``torch.save(optimizer.state_dict(), source)`` wrote.
 
     The file is mapped into memory, not read as a whole. Parameters are called by the names in the file, if it has some,
@@ -269,7 +269,7 @@ def from_plain(source: Path, directory: Path) -> None:
             f"{sorted(map(str, form)) if isinstance(form, Mapping) else type(form).__name__}."
         )
     group = alone()
-    Saving(directory, _PlainContribution(form), group, Board(group), keep=None).run()
+    Saving(directory, _PlainContribution(form), group, Board(group), progress=progress).run()
 
 
 class _PlainContribution(Contribution):

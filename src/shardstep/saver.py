@@ -137,10 +137,16 @@ class Saving:
     """One save, on this rank. ``run`` and ``start`` do the work, here or in a thread of DCP's."""
 
     def __init__(
-        self, directory: Path, contribution: Contribution, group: Group, board: Board, keep: int | None
+        self,
+        directory: Path,
+        contribution: Contribution,
+        group: Group,
+        board: Board,
+        keep: int | None = None,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
         self._directory, self._contribution, self._keep = directory, contribution, keep
-        self._group, self._board = group, board
+        self._group, self._board, self._progress = group, board, progress
         self._others_know = False  # that this rank failed, or there is nothing more to know
 
     def run(self) -> None:
@@ -175,7 +181,7 @@ class Saving:
 
     def _writer(self) -> Writer:
         aside = directories.aside_of(self._directory)
-        return Writer(aside, self._group.rank, self._prepare, self._finish, self._told)
+        return Writer(aside, self._group.rank, self._prepare, self._finish, self._told, self._progress)
 
     def _undo(self, error: BaseException | None) -> None:
         """After a failure: nothing is left on disk, and the other ranks know."""

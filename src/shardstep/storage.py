@@ -57,8 +57,10 @@ class Writer(StorageWriter):
         prepare: Callable[[], None],
         finish: Callable[[Written], None],
         told: Callable[[], AbstractContextManager[None]],
+        progress: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__()
+        self._progress = progress  # called with the bytes of every item
         self._directory, self._rank = directory, rank
         self._prepare, self._finish, self._told = prepare, finish, told
         self._file = FileList(0, manifests.block_for(0), {})
@@ -99,6 +101,8 @@ class Writer(StorageWriter):
                 data = planner.resolve_data(item)
                 written = self._write_item(stream, data, offset, block)
                 items[offset] = written
+                if self._progress is not None:
+                    self._progress(written.length)
                 info = _StorageInfo(self._name, offset, written.length)
                 results.append(WriteResult(index=item.index, size_in_bytes=written.length, storage_data=info))
                 offset += written.length
