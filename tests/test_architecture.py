@@ -83,8 +83,9 @@ ARROWS = {
     "manifest": set(),
     "safe_metadata": {"manifest"},
     "directories": {"manifest"},
-    "storage": {"manifest", "safe_metadata", "torch_file"},
-    "joining": {"codec", "manifest", "storage"},
+    "file_writer": {"manifest", "torch_file"},
+    "file_reader": {"manifest", "safe_metadata", "torch_file"},
+    "joining": {"codec", "file_writer", "manifest"},
     "holders": {
         "agreement",
         "buckets",
@@ -101,26 +102,26 @@ ARROWS = {
         "agreement",
         "collectives",
         "directories",
+        "file_writer",
         "holders",
         "joining",
         "manifest",
         "naming",
         "sharded_form",
         "state_shard",
-        "storage",
     },
-    "loader": {"holders", "layout", "manifest", "naming", "sharded_form", "state_shard", "storage"},
+    "loader": {"file_reader", "holders", "layout", "manifest", "naming", "sharded_form", "state_shard"},
     "checkpoint": {
         "agreement",
         "codec",
         "collectives",
         "directories",
+        "file_reader",
         "holders",
         "loader",
         "local",
         "manifest",
         "saver",
-        "storage",
     },
     "offline": {
         "agreement",
@@ -132,7 +133,6 @@ ARROWS = {
         "saver",
         "sharded_form",
         "state_shard",
-        "storage",
         "torch_file",
     },
     "cli": {"manifest", "offline"},
@@ -142,8 +142,8 @@ PURE = ("layout", "partition", "boxes")
 # Names that would let bytes from elsewhere become objects.
 FORBIDDEN = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "eval", "exec")
 # Who speaks with torch.distributed.checkpoint, reads and writes its files, and its metadata (a pickle).
-DCP_USERS = ("state_shard", "safe_metadata", "storage", "joining", "saver", "loader", "offline")
-FILE_USERS = ("torch_file", "storage", "saver", "offline")
+DCP_USERS = ("state_shard", "safe_metadata", "file_writer", "file_reader", "joining", "saver", "loader", "offline")
+FILE_USERS = ("torch_file", "file_writer", "file_reader", "saver", "offline")
 PICKLE_USERS = ("safe_metadata", "saver")
 FORBIDDEN_OF_TORCH = ("load", "save", "broadcast_object", "_broadcast_object", "broadcast_object_list")
 FORBIDDEN_OF_TORCH += ("all_gather_object", "gather_object", "scatter_object_list", "send_object_list")

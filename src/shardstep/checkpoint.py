@@ -30,12 +30,12 @@ from shardstep import collectives, directories, holders, saver
 from shardstep.agreement import Board
 from shardstep.codec import option_text
 from shardstep.collectives import Group
+from shardstep.file_reader import Reader, SafeLoadPlanner
 from shardstep.holders import Holder
 from shardstep.loader import Loading
 from shardstep.local import options_of
 from shardstep.manifest import CheckpointError
 from shardstep.saver import Contribution, SaveHandle, Saving
-from shardstep.storage import Reader, SafeLoadPlanner
 
 __all__ = ["CheckpointError", "Reader", "SafeLoadPlanner", "SaveHandle", "latest", "load", "resume", "save", "verify"]
 

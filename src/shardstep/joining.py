@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from shardstep import manifest as manifests
 from shardstep.codec import dtype_name, dtype_of
+from shardstep.file_writer import Written
 from shardstep.manifest import FileList
-from shardstep.storage import Written
 
 
 def to_json(written: Written) -> dict[str, Any]:

@@ -18,13 +18,13 @@ from torch.nn import Module
 
 from shardstep import manifest as manifests
 from shardstep import sharded_form
+from shardstep.file_reader import Reader, SafeLoadPlanner
 from shardstep.holders import Holder
 from shardstep.layout import ParamSpec, Piece
 from shardstep.manifest import CheckpointError
 from shardstep.naming import clean, names_of, positions_of, unwrapped
 from shardstep.sharded_form import Differences
 from shardstep.state_shard import shard_of_range, shard_of_whole
-from shardstep.storage import Reader, SafeLoadPlanner
 
 CALL = "checkpoint.load"
 OPTIM, MODEL, EXTRA = "optim", "model", "extra"

@@ -25,8 +25,7 @@ from shardstep.manifest import CheckpointError
 from shardstep.saver import Contribution, Saving
 from shardstep.sharded_form import map_leaves
 from shardstep.state_shard import shard_of_range, shard_of_whole
-from shardstep.storage import WINDOW_BYTES
-from shardstep.torch_file import bytes_in, memory_of, patch_checksums
+from shardstep.torch_file import WINDOW_BYTES, bytes_in, memory_of, patch_checksums
 
 Progress = Callable[[int], None]  # called with bytes done
 _RANK_IN_NAME = re.compile(r"__(\d+)_\d+\.distcp$")

@@ -23,11 +23,11 @@ from shardstep import collectives, directories, joining, sharded_form
 from shardstep import manifest as manifests
 from shardstep.agreement import Board
 from shardstep.collectives import Group
+from shardstep.file_writer import Writer, Written
 from shardstep.holders import Holder
 from shardstep.manifest import Manifest
 from shardstep.naming import clean, names_of, unwrapped
 from shardstep.state_shard import StateShard, shard_of_range, shard_of_whole
-from shardstep.storage import Writer, Written
 
 CALL = "checkpoint.save"
 _NO_DIST_WARNING = "torch.distributed is disabled, unavailable or uninitialized"

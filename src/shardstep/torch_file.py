@@ -17,6 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+# Tensors that are not in host memory pass through it in parts of this size.
+WINDOW_BYTES = 16 * 2**20
 _KEPT = 16 * 1024  # more than any head or tail has
 _CENTRAL, _LOCAL, _DESCRIPTOR = b"PK\x01\x02", b"PK\x03\x04", b"PK\x07\x08"
 
