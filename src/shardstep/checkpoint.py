@@ -26,7 +26,7 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardstep import collectives, directories, holders, saver
+from shardstep import collectives, directories, holders, offline, saver
 from shardstep.agreement import Board
 from shardstep.codec import option_text
 from shardstep.collectives import Group
@@ -67,8 +67,8 @@ def save(
     """
     holder = holders.holder_of(optimizer)
     _await_the_save_before(holder)
-    path = Path(os.path.abspath(directory))
     try:
+        path = _path_of(directory)
         if keep is not None and (not isinstance(keep, int) or keep < 1):
             raise ValueError(f"keep expects a number from 1 on, or None to delete nothing, but got {keep!r}.")
         if extra is not None and not isinstance(extra, Mapping):
@@ -108,7 +108,7 @@ def load(
     Returns:
         What was saved as ``extra``.
     """
-    return Loading(Path(os.path.abspath(directory)), holders.holder_of(optimizer), model, strict).run()
+    return Loading(_path_of(directory), holders.holder_of(optimizer), model, strict).run()
 
 
 def latest(directory: str | os.PathLike, thorough: bool = True) -> Path | None:
@@ -117,7 +117,7 @@ def latest(directory: str | os.PathLike, thorough: bool = True) -> Path | None:
     Not collective. ``thorough`` reads every byte of it; without, names, sizes and the metadata are checked, and damage
     inside a file is found by ``load``.
     """
-    for path, manifest in directories.newest_first(Path(os.path.abspath(directory))):
+    for path, manifest in directories.newest_first(_path_of(directory)):
         if not thorough or not any(directories.problems(path, manifest)):
             return path
     return None
@@ -133,7 +133,7 @@ def resume(
     Returns:
         Its path, and what was saved as ``extra``.
     """
-    holder, parent = holders.holder_of(optimizer), Path(os.path.abspath(directory))
+    holder, parent = holders.holder_of(optimizer), _path_of(directory)
     try:
         found = directories.to_try(parent) if holder.group.rank == 0 else ([], [])
     except OSError as error:
@@ -154,15 +154,22 @@ def resume(
 
 
 def verify(directory: str | os.PathLike) -> None:
-    """Read every byte of a checkpoint. CheckpointError tells what is missing or damaged. Not collective."""
-    path = Path(os.path.abspath(directory))
-    reader = Reader(path)
-    reader.read_metadata()
-    if reader.manifest is None:
-        raise CheckpointError(f"{path} has no checksums: it was not written by shardstep. Use `shardstep verify`.")
-    problems = list(directories.problems(path, reader.manifest))
+    """Read every byte of a checkpoint, of shardstep or DCP. CheckpointError tells what is missing or damaged.
+
+    Not collective.
+    """
+    problems = offline.problems(_path_of(directory), lambda count: None)
     if problems:
         raise CheckpointError("; ".join(problems))
+
+
+def _path_of(directory: str | os.PathLike) -> Path:
+    if "://" in os.fspath(directory):
+        raise ValueError(
+            f"directory expects a path but got the address {os.fspath(directory)!r}. For object storage give "
+            "optimizer.sharded_state_dict() to dcp.save with a storage writer for it."
+        )
+    return Path(os.path.abspath(directory))
 
 
 def _await_the_save_before(holder: Holder) -> None:
