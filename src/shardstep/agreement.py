@@ -39,7 +39,12 @@ class Board:
         self._group = group
         self._meeting = 0
         self._note = self._reason = ""  # why the next, and the current, meeting is called
+        self.someone_was_absent = False  # at the last meeting
         self._kind = kind
+
+    def settle(self) -> None:
+        """Fix which board this is, by how many were opened before: for one that another thread will use."""
+        _ = self._instance
 
     @cached_property
     def _instance(self) -> str:
@@ -62,6 +67,7 @@ class Board:
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         self._enter(call, {"digest": digest})
         verdict = self._await_verdict()
+        self.someone_was_absent = "absent" in verdict
         if "failed" in verdict:
             raise RuntimeError(self._told_of_failure(call, *verdict["failed"]))
         if "absent" in verdict:
@@ -72,6 +78,25 @@ class Board:
                 f"{call} expects the same on every rank, but {self._first_difference(facts, digest, verdict)}. "
                 "Make the ranks alike and call it again on all of them."
             )
+
+    def gather(self, call: str, facts: Facts, text: str) -> list[str]:
+        """``agree``, and rank 0 hears everybody's ``text``, by rank; the others get nothing."""
+        if self._group.world_size == 1:
+            return [text]
+        store, prefix = self._group.store, self._prefix(self._meeting + 1)
+        store.set(f"{prefix}/text/{self._group.rank}", text)
+        try:
+            self.agree(call, facts)
+        except RuntimeError:
+            store.delete_key(f"{prefix}/text/{self._group.rank}")
+            raise
+        if self._group.rank != 0:
+            return []
+        keys = [f"{prefix}/text/{rank}" for rank in range(self._group.world_size)]
+        texts = [store.get(key).decode() for key in keys]
+        for key in keys:
+            store.delete_key(key)
+        return texts
 
     def fail(self, call: str, error: BaseException) -> None:
         """Tell the ranks that wait in ``agree`` that this one failed. Does not wait; the caller raises."""

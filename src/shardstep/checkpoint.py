@@ -53,6 +53,7 @@ def save(
 
     Collective: call on every rank of the optimizer's group, with the same arguments. (A plain ``torch.optim`` optimizer
     is saved by the process that calls, alone.) The directory is complete or not there. Needs no memory to speak of.
+    Parameters are taken to be the same on every rank, as data-parallel training keeps them (``check_replicas`` tells).
 
     Args:
         directory: of this checkpoint. A checkpoint that is there is replaced.
@@ -73,6 +74,9 @@ def save(
             raise ValueError(f"keep expects a number from 1 on, or None to delete nothing, but got {keep!r}.")
         if extra is not None and not isinstance(extra, Mapping):
             raise TypeError(f"extra expects a dict but got {type(extra).__qualname__}. Pass {{'step': ...}}.")
+        if not all(isinstance(key, str) for key in extra or ()):
+            raise TypeError(f"extra expects strings as keys but got {list(extra or ())}. (Its values may be anything.)")
+        _check_whole(optimizer)
         _finish_gathers(optimizer)
         contribution = Contribution(holder, model, extra)
         if asynchronous:
@@ -126,9 +130,10 @@ def latest(directory: str | os.PathLike, thorough: bool = True) -> Path | None:
 def resume(
     directory: str | os.PathLike, optimizer: Optimizer, model: Module | None = None, strict: bool = True
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Load the newest checkpoint in ``directory`` that can be read; None, and nothing is changed, if there is none.
+    """Load the newest checkpoint in ``directory`` that can be read; None if there is no checkpoint at all.
 
-    Collective: call on every rank of the optimizer's group. Damaged ones are skipped with a warning.
+    Collective: call on every rank of the optimizer's group. Damaged ones are skipped with a warning. If there are some
+    and none can be read, that is a CheckpointError: starting over would be the wrong answer to a disk that is late.
 
     Returns:
         Its path, and what was saved as ``extra``.
@@ -143,13 +148,19 @@ def resume(
     if holder.group.world_size > 1:  # what rank 0 sees counts: file systems may differ for a moment
         found = collectives.move_json(holder.group, found, 0, None)
     names, wrong = found
-    for problem in wrong:
-        warnings.warn(f"a checkpoint is skipped because it cannot be read: {problem}", stacklevel=2)
     for name in names:
         try:
-            return parent / name, load(parent / name, optimizer, model, strict)
+            found_extra = load(parent / name, optimizer, model, strict)
         except CheckpointError as error:
-            warnings.warn(f"a checkpoint is skipped because it cannot be read: {error}", stacklevel=2)
+            wrong.append(str(error))
+            continue
+        for problem in wrong:
+            warnings.warn(f"a checkpoint is skipped because it cannot be read: {problem}", stacklevel=2)
+        return parent / name, found_extra
+    if wrong:
+        raise CheckpointError(
+            f"{parent} has checkpoints, but none can be read: {'; '.join(wrong)}. To start over, use another directory."
+        )
     return None
 
 
@@ -187,6 +198,16 @@ def _await_the_save_before(holder: Holder) -> None:
             raise failure
 
 
+def _check_whole(optimizer: Optimizer) -> None:
+    """After a step that failed half-way, state and parameters are half updated: nothing to resume from."""
+    failure = getattr(optimizer, "_failure", "")
+    if failure:
+        raise RuntimeError(
+            f"checkpoint.save expects an optimizer whose last step was completed, but it failed ({failure}), so its "
+            "state is half updated. Resume from the last checkpoint."
+        )
+
+
 def _finish_gathers(optimizer: Optimizer) -> None:
     """With lazy gathers parameters may still be on their way."""
     wait = getattr(optimizer, "wait_for_parameters", None)
@@ -195,13 +216,19 @@ def _finish_gathers(optimizer: Optimizer) -> None:
 
 
 def _side(holder: Holder) -> tuple[Group, Board]:
-    """A process group for checkpoints alone: a save in the background must not meet the training's traffic."""
+    """Where the ranks meet for a save, which may be in the background: a connection of its own to the store.
+
+    Nothing is sent through the process group, so it may be destroyed meanwhile. (DCP wants one that serves the CPU all
+    the same.)
+    """
     if holder.group.world_size == 1:
         return holder.group, holder.board
     side = getattr(holder.optimizer, "_checkpoint_side", None)
     if side is None:
-        group = collectives.for_another_thread(collectives.open_side_group(holder.group, "gloo"))
+        group = holder.group if "cpu" in holder.group.backends else collectives.open_side_group(holder.group, "gloo")
+        group = collectives.for_another_thread(group)
         side = group, Board(group, "checkpoint")
+        side[1].settle()  # here, where all ranks come in the same order
         holder.optimizer._checkpoint_side = side  # type: ignore[attr-defined]
     return side
 

@@ -43,7 +43,8 @@ def _parser() -> ArgumentParser:
         help="to one plain file, or back",
         description="DIR to out.pt: one plain state dict, which any torch.optim optimizer loads; no more than 16 MiB "
         "of it is in memory. in.pt to DIR: a checkpoint, from the state dict of a plain optimizer, of torch's "
-        "ZeroRedundancyOptimizer (consolidated) or of fairscale's OSS, which are the same.",
+        "ZeroRedundancyOptimizer (consolidated) or of fairscale's OSS, which are the same. A plain file has "
+        "no names, so what comes back loads by position.",
     )
     convert.add_argument("source", type=Path, metavar="DIR|in.pt")
     convert.add_argument("target", type=Path, metavar="out.pt|DIR")

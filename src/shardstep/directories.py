@@ -6,6 +6,7 @@ A directory under its own name is complete. What is being written has a name tha
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -28,14 +29,19 @@ def aside_of(directory: Path) -> Path:
 
 def prepare(directory: Path) -> None:
     """Make the directory beside. What an interrupted save left there is deleted."""
-    if directory.exists() and not _is_replaceable(directory):
+    if directory.is_symlink() or (directory.exists() and not _is_replaceable(directory)):
         raise FileExistsError(
             f"directory expects a new path, an empty directory or a checkpoint, which is replaced, but {directory} "
-            "holds something else. Choose another."
+            "is something else. Choose another."
         )
     aside = aside_of(directory)
     _delete(aside)
+    there = next(parent for parent in aside.parents if parent.exists())
     aside.mkdir(parents=True)
+    for parent in aside.parents:  # a new directory is there after a power failure if its parent was flushed
+        _flush(parent)
+        if parent == there:
+            break
 
 
 def _is_replaceable(directory: Path) -> bool:
@@ -54,7 +60,8 @@ def commit(directory: Path) -> None:
         os.rename(directory, old)
     os.rename(aside, directory)
     _flush(directory.parent)
-    _delete(old)
+    with suppress(OSError):  # the checkpoint is there, whatever becomes of the old one
+        _delete(old)
 
 
 def _sibling(directory: Path, ending: str) -> Path:
@@ -64,10 +71,9 @@ def _sibling(directory: Path, ending: str) -> Path:
 def _delete(directory: Path) -> None:
     """Delete a directory, if it is there. It loses its name first: half of it must not be taken for the whole."""
     if directory.exists():
-        doomed = _sibling(directory, _DELETED)
-        shutil.rmtree(doomed, ignore_errors=True)
+        doomed = _sibling(directory, f".{secrets.token_hex(4)}{_DELETED}")
         os.rename(directory, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        shutil.rmtree(doomed, ignore_errors=True)  # what is in use is deleted by a later prune
 
 
 def _flush(directory: Path) -> None:

@@ -9,6 +9,7 @@ import io
 import os
 import zlib
 from collections.abc import Iterator
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ class Reader(FileSystemReader):
         self.bytes_read = 0  # of data files
         self._manifest: Manifest | None = None
         self._metadata: Metadata | None = None
+        self._chunks_of: Metadata | None = None
         self._chunks: dict[Any, tuple[tuple[int, ...], torch.dtype]] = {}
         self._frames: dict[tuple[tuple[int, ...], torch.dtype], Frame] = {}
 
@@ -90,6 +92,9 @@ class Reader(FileSystemReader):
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         super().set_up_storage_reader(metadata, is_coordinator, *args, **kwargs)
+        if self._chunks_of is metadata:
+            return
+        self._chunks_of = metadata
         self._chunks = {
             (fqn, tuple(chunk.offsets)): (tuple(chunk.sizes), entry.properties.dtype)
             for fqn, entry in metadata.state_dict_metadata.items()
@@ -117,7 +122,7 @@ class Reader(FileSystemReader):
                 for item in items:
                     self._read_item(file, item, planner)
                 self.bytes_read += file.bytes_read
-        except CheckpointError:
+        except (CheckpointError, MemoryError, torch.OutOfMemoryError):  # no memory is no damage
             raise
         except Exception as error:  # torch.load raises anything for what it did not write
             raise CheckpointError(f"{path} cannot be read as a file of a DCP checkpoint: {error}") from error
@@ -145,7 +150,7 @@ class Reader(FileSystemReader):
             for at, window in _target_windows(target, dtype):
                 file.read_range(info, payload, (start + at) * dtype.itemsize, memory_of(window))
                 if window.data_ptr() != target.data_ptr():
-                    _put(target, at, window)
+                    _fill(target, at, window)
         planner.commit_tensor(item, target)
 
     def _payload_of(self, file: _OpenFile, info: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Item | None:
@@ -163,7 +168,7 @@ class Reader(FileSystemReader):
         same = info.length == len(frame.head) + size + len(frame.tail)
         if not same or file.read_at(info.offset, len(frame.head)) != frame.head:
             return None
-        return Item(info.offset, info.length, len(frame.head), size, 0, ())
+        return Item(info.offset, info.length, len(frame.head), size, 1, 0, ())
 
 
 class _OpenFile:
@@ -204,7 +209,7 @@ class _OpenFile:
                 raise CheckpointError(f"{self.path} holds no item at byte {info.offset} according to the manifest.")
             view = memoryview(data)
             end = item.head + item.payload
-            checksum = RunningChecksum(self.checks.block)
+            checksum = RunningChecksum(item.block)
             checksum.add(view[item.head : end])
             checksum.note()
             frame = zlib.crc32(view[end:], zlib.crc32(view[: item.head])) if item.head else 0
@@ -221,7 +226,7 @@ class _OpenFile:
         if self.checks is None:
             self._fill(base + start, target)
             return
-        block = self.checks.block
+        block = item.block
         low, high = start // block * block, min(-(-stop // block) * block, item.payload)
         before, after = bytearray(start - low), bytearray(high - stop)
         self._fill(base + low, memoryview(before))
@@ -257,24 +262,48 @@ def _target_windows(target: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, T
     if target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype:
         yield 0, target
         return
-    step = max(WINDOW_BYTES // dtype.itemsize, 1) if target.is_contiguous() else max(target.numel(), 1)
+    row = 1 if target.is_contiguous() else target[0].numel()
+    step = max(WINDOW_BYTES // (row * dtype.itemsize), 1) * row
     for at in range(0, target.numel(), step):
         yield at, torch.empty(min(step, target.numel() - at), dtype=dtype)
 
 
-def _put(target: Tensor, at: int, window: Tensor) -> None:
+def _fill(target: Tensor, at: int, window: Tensor) -> None:
+    """Copy what was read, from element ``at`` on: whole rows, if the target is not contiguous."""
     if target.is_contiguous():
         target.view(-1)[at : at + window.numel()].copy_(window)
     else:
-        target.copy_(window.view(target.shape))
+        rows = target.narrow(0, at // target[0].numel(), window.numel() // target[0].numel())
+        rows.copy_(window.view(rows.shape))
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):
     """DCP's planner, without its pickles: what is no tensor is read with ``weights_only=True``."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        path = self.mappings[read_item.dest_index.fqn]
-        container: Any = self.original_state_dict
-        for part in path[:-1]:
-            container = container[part]
-        container[path[-1]] = torch.load(value, weights_only=True)
+        key, found = read_item.dest_index.fqn, torch.load(value, map_location="cpu", weights_only=True)
+        if self.flatten_state_dict:
+            put(self.original_state_dict, self.mappings[key], found)
+        else:
+            self.state_dict[key] = found
+
+
+def put(tree: Any, path: tuple[Any, ...], value: Any) -> None:
+    """Set ``tree[path[0]][path[1]]...``, making dicts and lists on the way."""
+    for part, following in pairwise(path):
+        new: Any = [] if isinstance(following, int) else {}
+        tree = _extended(tree, part) if isinstance(tree, list) else tree
+        if isinstance(tree, list):
+            if tree[part] is None:
+                tree[part] = new
+            tree = tree[part]
+        else:
+            tree = tree.setdefault(part, new)
+    if isinstance(tree, list):
+        _extended(tree, path[-1])
+    tree[path[-1]] = value
+
+
+def _extended(items: list[Any], position: int) -> list[Any]:
+    items.extend([None] * (position + 1 - len(items)))
+    return items

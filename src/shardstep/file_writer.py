@@ -23,7 +23,10 @@ from torch.futures import Future
 
 from shardstep import manifest as manifests
 from shardstep.manifest import FileList, Item, RunningChecksum
-from shardstep.torch_file import WINDOW_BYTES, Frame, bytes_in, frame_of, memory_of
+from shardstep.torch_file import WINDOW_BYTES, Frame, frame_of, memory_of
+
+# What DCP says when each rank saves or loads for itself, which is how we use it.
+NO_DIST_WARNING = "torch.distributed is disabled, unavailable or uninitialized"
 
 
 class Written(NamedTuple):
@@ -55,7 +58,7 @@ class Writer(StorageWriter):
         self._progress = progress  # called with the bytes of every item
         self._directory, self._rank = directory, rank
         self._prepare, self._finish, self._told = prepare, finish, told
-        self._file = FileList(0, manifests.block_for(0), {})
+        self._file = FileList(0, {})
         self._frames: dict[tuple[tuple[int, ...], torch.dtype], Frame] = {}
 
     @property
@@ -81,17 +84,11 @@ class Writer(StorageWriter):
         return done
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        expected = sum(
-            bytes_in(tuple(item.tensor_data.chunk.sizes), item.tensor_data.properties.dtype)
-            for item in plan.items
-            if item.tensor_data is not None
-        )
-        block = manifests.block_for(expected)
         results, items, offset = [], {}, 0
         with open(self._directory / self._name, "wb", buffering=0) as stream:
             for item in plan.items:
                 data = planner.resolve_data(item)
-                written = self._write_item(stream, data, offset, block)
+                written = self._write_item(stream, data, offset)
                 items[offset] = written
                 if self._progress is not None:
                     self._progress(written.length)
@@ -99,7 +96,7 @@ class Writer(StorageWriter):
                 results.append(WriteResult(index=item.index, size_in_bytes=written.length, storage_data=info))
                 offset += written.length
             os.fsync(stream.fileno())
-        self._file = FileList(offset, block, items)
+        self._file = FileList(offset, items)
         return results
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -109,40 +106,39 @@ class Writer(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return True
 
-    def _write_item(self, stream: io.FileIO, data: Tensor | io.BytesIO, offset: int, block: int) -> Item:
+    def _write_item(self, stream: io.FileIO, data: Tensor | io.BytesIO, offset: int) -> Item:
         if isinstance(data, Tensor) and data.nbytes > 0:
-            return self._write_framed(stream, data.detach(), offset, block)
+            return self._write_framed(stream, data.detach(), offset)
         if isinstance(data, Tensor):
             buffer = io.BytesIO()
             torch.save(data.detach().cpu().clone(memory_format=torch.contiguous_format), buffer)
             data = buffer
         payload = data.getbuffer()
+        block = manifests.block_for(len(payload))
         checksum = RunningChecksum(block)
         checksum.add(payload)
         checksum.note()
         _write_all(stream, [payload])
-        return Item(offset, len(payload), 0, len(payload), 0, tuple(checksum.noted))
+        return Item(offset, len(payload), 0, len(payload), block, 0, tuple(checksum.noted))
 
-    def _write_framed(self, stream: io.FileIO, tensor: Tensor, offset: int, block: int) -> Item:
+    def _write_framed(self, stream: io.FileIO, tensor: Tensor, offset: int) -> Item:
         key = tuple(tensor.shape), tensor.dtype
         if key not in self._frames:
             self._frames[key] = frame_of(*key)
-        frame = self._frames[key]
+        frame, block = self._frames[key], manifests.block_for(tensor.nbytes)
         checksum = RunningChecksum(block)
-        waiting: list[memoryview | bytes] = [frame.head]
-        for window in _host_windows(tensor):
-            if len(waiting) > 1:
-                _write_all(stream, waiting)
-                waiting = []
+        first: list[memoryview | bytes] = [frame.head]
+        for window in _host_windows(tensor.resolve_conj().resolve_neg()):
             memory = memory_of(window)
             checksum.add(memory)
-            waiting.append(memory)
+            _write_all(stream, [*first, memory])
+            first = []
         checksum.note()
         tail = frame.tail_for(checksum.value)
-        _write_all(stream, [*waiting, tail])
+        _write_all(stream, [tail])
         length = len(frame.head) + tensor.nbytes + len(tail)
         frame_crc = zlib.crc32(tail, zlib.crc32(frame.head))
-        return Item(offset, length, len(frame.head), tensor.nbytes, frame_crc, tuple(checksum.noted))
+        return Item(offset, length, len(frame.head), tensor.nbytes, block, frame_crc, tuple(checksum.noted))
 
 
 def _host_windows(tensor: Tensor) -> Iterator[Tensor]:
@@ -150,9 +146,9 @@ def _host_windows(tensor: Tensor) -> Iterator[Tensor]:
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         yield tensor
         return
-    # (A tensor that is not contiguous is a small matter: its contiguous copy is as large as itself.)
-    flat = tensor.contiguous().view(-1)
-    yield from (window.cpu() for window in flat.split(max(WINDOW_BYTES // tensor.itemsize, 1)))
+    rows = tensor.view(-1) if tensor.is_contiguous() else tensor
+    row_bytes = max(rows[0].nbytes, 1)
+    yield from (window.contiguous().cpu() for window in rows.split(max(WINDOW_BYTES // row_bytes, 1)))
 
 
 def _write_all(stream: io.FileIO, parts: Sequence[memoryview | bytes]) -> None:

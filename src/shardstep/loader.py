@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,8 @@ from torch.nn import Module
 
 from shardstep import manifest as manifests
 from shardstep import sharded_form
-from shardstep.file_reader import Reader, SafeLoadPlanner
+from shardstep.file_reader import Reader, SafeLoadPlanner, put
+from shardstep.file_writer import NO_DIST_WARNING
 from shardstep.holders import Holder
 from shardstep.layout import ParamSpec, Piece
 from shardstep.manifest import CheckpointError
@@ -53,12 +54,12 @@ class Checkpoint:
     def read_into(self, form: dict[str, Any]) -> None:
         """Fill a tree of tensors (or shards, or None for what is no tensor) with what is under the same keys."""
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # DCP wonders that each rank reads for itself
+            warnings.filterwarnings("ignore", message=NO_DIST_WARNING)
             try:
                 dcp.load(form, storage_reader=self.reader, planner=SafeLoadPlanner(), no_dist=True)
             except CheckpointException as wrapped:
                 error = next(iter(wrapped.failures.values()))[0]
-                if isinstance(error, CheckpointError):
+                if isinstance(error, (CheckpointError, MemoryError, torch.OutOfMemoryError)):
                     raise error from None
                 raise CheckpointError(f"{self.directory} cannot be read: {error}") from error
 
@@ -90,27 +91,6 @@ class Checkpoint:
         return found
 
 
-def put(tree: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Set ``tree[path[0]][path[1]]...``, making dicts and lists on the way."""
-    for part, following in pairwise(path):
-        new: Any = [] if isinstance(following, int) else {}
-        tree = _extended(tree, part) if isinstance(tree, list) else tree
-        if isinstance(tree, list):
-            if tree[part] is None:
-                tree[part] = new
-            tree = tree[part]
-        else:
-            tree = tree.setdefault(part, new)
-    if isinstance(tree, list):
-        _extended(tree, path[-1])
-    tree[path[-1]] = value
-
-
-def _extended(items: list[Any], position: int) -> list[Any]:
-    items.extend([None] * (position + 1 - len(items)))
-    return items
-
-
 class Loading:
     """One load, on this rank."""
 
@@ -123,10 +103,15 @@ class Loading:
             checkpoint = Checkpoint(self._directory)
             form = self._targets(checkpoint)
             checkpoint.read_into(form)
-        self._agree(checkpoint)
-        self._holder.load(self._renamed(form[OPTIM]), self._model, self._strict)
-        if self._model is not None and MODEL in form:
-            self._load_model(form[MODEL])
+            digest = manifests.digest_of(checkpoint.directory / manifests.METADATA_NAME)
+        self._agree(digest)
+        with self._told():
+            undo = self._load_model(form[MODEL]) if self._model is not None and MODEL in form else _nothing
+        try:
+            self._holder.load(self._renamed(form[OPTIM]), self._model, self._strict)
+        except BaseException:
+            undo()
+            raise
         return form.get(EXTRA) or {}
 
     @contextmanager
@@ -137,9 +122,8 @@ class Loading:
             self._holder.fail(CALL, error)
             raise
 
-    def _agree(self, checkpoint: Checkpoint) -> None:
+    def _agree(self, digest: str) -> None:
         """That all ranks have read, and the same checkpoint."""
-        digest = manifests.digest_of(checkpoint.directory / manifests.METADATA_NAME)
         try:
             self._holder.board.agree(CALL, [("checkpoint", {"directory": self._directory.name, "metadata": digest})])
         except RuntimeError as error:
@@ -157,6 +141,8 @@ class Loading:
         form.update(checkpoint.skeleton(EXTRA))
         if self._model is not None and any(path[0] == MODEL for path in checkpoint.paths.values()):
             form[MODEL] = _model_targets(checkpoint, self._model, differences)
+        elif self._model is not None:
+            warnings.warn(f"{self._directory} holds no model: the model is not changed.", stacklevel=5)
         if differences:
             told = f"{self._directory} does not match: {differences}."
             if self._strict:
@@ -172,6 +158,8 @@ class Loading:
         param_groups = self._holder.optimizer.param_groups
         names = names_of(param_groups, self._model)
         saved = [str(name) for group in groups for name in group["params"]]
+        if set(saved) == set(names.values()):
+            return names
         if saved == [str(i) for i in range(len(names))] and [len(g["params"]) for g in groups] == [
             len(group["params"]) for group in param_groups
         ]:
@@ -203,7 +191,8 @@ class Loading:
         for index, param in placement.params.items():
             name, spec = names[param], placement.layout.spec_of[index]
             entries = saved.get(name, {})
-            was = shapes.get(name) or checkpoint.shape_in_model(name) or _shape_of_moments(entries, len(spec.shape))
+            known = (shapes.get(name), checkpoint.shape_in_model(name), _shape_of_moments(entries, len(spec.shape)))
+            was = next((shape for shape in known if shape is not None), None)
             if was is not None and was != spec.shape:
                 differences.misshapen.append(f"{name} (saved for {was}, is {spec.shape})")
                 continue
@@ -215,17 +204,54 @@ class Loading:
                 for path, entry in entries.items():
                     like = placement.shard.tensors[index]
                     put(state[name], path, _target(entry, like, spec, piece, differences, name))
-        known = {*names.values(), *shapes, *(name for group in groups for name in group["params"])}
-        for name in saved.keys() - known:  # state that belongs to no parameter
+        of_parameters = {*names.values(), *shapes, *(name for group in groups for name in group["params"])}
+        for name in saved.keys() - of_parameters:  # state that belongs to no parameter
             found = checkpoint.skeleton(OPTIM, "state", name)
             state[name] = found[OPTIM]["state"][name]
         return state
 
-    def _load_model(self, entries: dict[str, Any]) -> None:
+    def _load_model(self, entries: dict[str, Any]) -> Callable[[], None]:
+        """Load the model. Return a function that undoes it; if it raises, it is undone.
+
+        What is in memory and what was read change places, tensor by tensor, so that nothing is there three times; then
+        the model's own ``load_state_dict`` takes what is in place, for its hooks and extra state.
+        """
         assert self._model is not None
         model = unwrapped(self._model)
-        keys = {clean(key): key for key in model.state_dict()}
-        model.load_state_dict({keys[name]: value for name, value in entries.items()}, strict=self._strict)
+        now = model.state_dict()
+        keys = {clean(key): key for key in now}
+        pairs = [(now[keys[name]], value) for name, value in entries.items() if isinstance(value, Tensor)]
+        others = {keys[name]: value for name, value in entries.items() if not isinstance(value, Tensor)}
+        before = {key: copy.deepcopy(now[key]) for key in others}
+
+        def take(values: dict[str, Any]) -> None:
+            chosen = {keys[name]: now[keys[name]] for name in entries}
+            model.load_state_dict({**chosen, **values}, strict=self._strict)
+
+        def undo() -> None:
+            for tensor, value in reversed(pairs):  # (a tensor with two names is there twice)
+                _exchange(tensor, value)
+            take(before)
+
+        for tensor, value in pairs:
+            _exchange(tensor, value)
+        try:
+            take(others)
+        except BaseException:
+            undo()
+            raise
+        return undo
+
+
+def _nothing() -> None:
+    pass
+
+
+@torch.no_grad()
+def _exchange(one: Tensor, other: Tensor) -> None:
+    before = one.detach().to(other.device, copy=True)
+    one.copy_(other)
+    other.copy_(before)
 
 
 def _shape_of_moments(entries: Mapping[Any, Any], dims: int) -> tuple[int, ...] | None:
@@ -260,23 +286,26 @@ def _target(entry: Any, like: Tensor, spec: ParamSpec, piece: Piece, differences
 
 
 def _model_targets(checkpoint: Checkpoint, model: Module, differences: Differences) -> dict[str, Any]:
-    """Copies of the model's tensors to read into: the model itself is changed only when everything is there."""
-    saved = {
-        ".".join(map(str, checkpoint.paths[fqn][1:])): entry
-        for fqn, entry in checkpoint.entries.items()
-        if checkpoint.paths[fqn][0] == MODEL
-    }
+    """Tensors like the model's, on the host, to read into: the model is changed only when everything is there."""
+    saved: dict[str, Any] = {}
+    for fqn, entry in checkpoint.entries.items():
+        root, *path = map(str, checkpoint.paths[fqn])
+        if root == MODEL:  # (a value that is a tree has several entries)
+            saved[path[0] if path else ""] = entry if len(path) == 1 else None
     targets: dict[str, Any] = {}
     mine = {clean(key): value for key, value in unwrapped(model).state_dict().items()}
     for name, value in mine.items():
-        entry = saved.get(name)
-        if entry is None:
+        if name not in saved:
             differences.missing.append(f"{name} of the model")
             continue
+        if not isinstance(value, Tensor):
+            targets[name] = checkpoint.skeleton(MODEL, name)[MODEL][name]
+            continue
+        entry = saved[name]
         size = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
-        if isinstance(value, Tensor) and size != tuple(value.shape):
+        if size != tuple(value.shape):
             differences.misshapen.append(f"{name} of the model (saved as {size}, is {tuple(value.shape)})")
         else:
-            targets[name] = torch.empty_like(value) if isinstance(value, Tensor) else None
+            targets[name] = torch.empty_like(value, device="cpu")
     differences.unexpected.extend(f"{name} of the model" for name in saved if name not in mine)
     return targets

@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 FILE_NAME = "shardstep.json"
 METADATA_NAME = ".metadata"  # DCP's
 _VERSION = 1
-_SMALLEST_BLOCK = 16 * 1024
-_MOST_BLOCKS = 8192  # per file, roughly
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 8 * 1024, 64 * 1024
+_BLOCKS = 256  # of an item, roughly: a rank that reads a part of it reads at most one more
 _SEQUENCE = re.compile(rb'"sequence": (\d+)')
 
 
@@ -37,6 +37,7 @@ class Item(NamedTuple):
     length: int
     head: int
     payload: int
+    block: int  # bytes of the payload between two checksums
     frame_crc: int  # of head and tail
     crcs: tuple[int, ...]  # running, at the end of every block of the payload
 
@@ -45,7 +46,6 @@ class FileList(NamedTuple):
     """What a data file holds."""
 
     size: int
-    block: int
     items: dict[int, Item]  # by offset
 
 
@@ -58,10 +58,10 @@ class Manifest(NamedTuple):
     parameters: dict[str, tuple[int, ...]]  # of the optimizer: name -> shape
 
 
-def block_for(file_bytes: int) -> int:
-    """The size of a block: a power of two, so large that a file has some thousands at the most."""
+def block_for(payload: int) -> int:
+    """The size of a block of an item: a power of two, less than a hundredth of the item unless that is small."""
     block = _SMALLEST_BLOCK
-    while block * _MOST_BLOCKS < file_bytes:
+    while block * 2 * _BLOCKS <= payload and block < _LARGEST_BLOCK:
         block *= 2
     return block
 
@@ -93,23 +93,24 @@ class RunningChecksum:
 
 def to_json(file: FileList) -> dict[str, Any]:
     rows = [
-        [item.offset, item.length, item.head, item.payload, item.frame_crc, _packed(item.crcs)]
+        [item.offset, item.length, item.head, item.payload, item.block, item.frame_crc, _packed(item.crcs)]
         for item in file.items.values()
     ]
-    return {"bytes": file.size, "block": file.block, "items": rows}
+    return {"bytes": file.size, "items": rows}
 
 
 def from_json(data: dict[str, Any]) -> FileList:
     """ValueError if it makes no sense."""
-    size, block = int(data["bytes"]), int(data["block"])
-    rows = (Item(int(a), int(b), int(c), int(d), int(e), _unpacked(f)) for a, b, c, d, e, f in data["items"])
-    file = FileList(size, block, {item.offset: item for item in rows})
-    for item in file.items.values():
-        blocks = -(-item.payload // block) if block > 0 else -1
+    size, items = int(data["bytes"]), {}
+    for offset, length, head, payload, block, frame_crc, crcs in data["items"]:
+        numbers = int(offset), int(length), int(head), int(payload), int(block), int(frame_crc)
+        items[numbers[0]] = Item(*numbers, _unpacked(crcs))
+    for item in items.values():
+        blocks = -(-item.payload // item.block) if item.block > 0 else -1
         fits = min(item[:4]) >= 0 and item.head + item.payload <= item.length and item.offset + item.length <= size
         if not fits or len(item.crcs) != blocks:
             raise ValueError(f"the item at byte {item.offset} does not fit its file")
-    return file
+    return FileList(size, items)
 
 
 def _packed(crcs: Sequence[int]) -> str:
@@ -198,7 +199,7 @@ def problems_in_file(path: Path, file: FileList, progress: Any = None) -> Iterat
             for item in sorted(file.items.values()):
                 if item.offset != position:
                     yield f"{path} has bytes from {position} to {item.offset} that belong to nothing"
-                if not _is_sound(stream, item, file.block):
+                if not _is_sound(stream, item):
                     yield f"{path} is damaged between bytes {item.offset} and {item.offset + item.length}"
                 position = item.offset + item.length
                 if progress is not None:
@@ -209,13 +210,13 @@ def problems_in_file(path: Path, file: FileList, progress: Any = None) -> Iterat
         yield f"{path} cannot be read: {error}"
 
 
-def _is_sound(stream: Any, item: Item, block: int) -> bool:
+def _is_sound(stream: Any, item: Item) -> bool:
     stream.seek(item.offset)
     frame = zlib.crc32(stream.read(item.head))
-    checksum = RunningChecksum(block)
+    checksum = RunningChecksum(item.block)
     left = item.payload
     while left > 0:
-        data = stream.read(min(left, 4 * 2**20 // block * block or block))
+        data = stream.read(min(left, 4 * 2**20))
         if not data:
             return False
         checksum.add(memoryview(data))

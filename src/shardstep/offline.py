@@ -20,7 +20,8 @@ from shardstep import directories
 from shardstep.agreement import Board
 from shardstep.codec import dtype_name
 from shardstep.collectives import alone
-from shardstep.loader import OPTIM, Checkpoint, put
+from shardstep.file_reader import put
+from shardstep.loader import OPTIM, Checkpoint
 from shardstep.manifest import CheckpointError
 from shardstep.saver import Contribution, Saving
 from shardstep.sharded_form import map_leaves
@@ -139,9 +140,7 @@ def problems(directory: Path, progress: Progress) -> list[str]:
     for info in infos:
         path = directory / info.relative_path
         try:
-            with open(path, "rb") as stream:
-                stream.seek(info.offset)
-                archive = zipfile.ZipFile(io.BytesIO(stream.read(info.length)))
+            with open(path, "rb") as stream, zipfile.ZipFile(_Slice(stream, info.offset, info.length)) as archive:
                 damaged = archive.testzip()
         except (OSError, zipfile.BadZipFile) as error:
             damaged = str(error)
@@ -149,6 +148,35 @@ def problems(directory: Path, progress: Progress) -> list[str]:
             found.append(f"{path} is damaged between bytes {info.offset} and {info.offset + info.length} ({damaged})")
         progress(info.length)
     return found
+
+
+class _Slice(io.RawIOBase):
+    """A range of a file, as a file."""
+
+    def __init__(self, stream: Any, offset: int, length: int) -> None:
+        self._stream, self._offset, self._length, self._position = stream, offset, length, 0
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET, /) -> int:
+        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
+        self._position = base + offset
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: Any, /) -> int:
+        wanted = max(min(len(buffer), self._length - self._position), 0)
+        self._stream.seek(self._offset + self._position)
+        data = self._stream.read(wanted)
+        buffer[: len(data)] = data
+        self._position += len(data)
+        return len(data)
 
 
 # --- to a plain file ----------------------------------------------------------------------------------------------
@@ -175,10 +203,10 @@ def to_plain(directory: Path, target: Path, part: str, progress: Progress) -> No
         places = [int(leaf.untyped_storage()._checkpoint_offset or 0) for leaf in _tensors_in(skeleton)]
         wanted = [keys[id(leaf)] for leaf in _tensors_in(form)]
         with open(beside, "r+b") as stream:
-            checksums = {
-                place: _fill(checkpoint, key, stream.fileno(), place, progress)
-                for key, place in zip(wanted, places, strict=True)
-            }
+            places = dict(zip(wanted, places, strict=True))
+            checksums: dict[int, int] = {}
+            for batch in _batches(checkpoint, wanted):
+                checksums.update(_fill(checkpoint, batch, stream.fileno(), places, progress))
             os.fsync(stream.fileno())
         patch_checksums(beside, checksums)
         os.replace(beside, target)
@@ -229,8 +257,49 @@ def _tensors_in(form: Any) -> list[Tensor]:
     return found
 
 
-def _fill(checkpoint: Checkpoint, key: str, descriptor: int, place: int, progress: Progress) -> int:
-    """Copy one tensor to its place in a file; return the checksum of its bytes."""
+def _batches(checkpoint: Checkpoint, keys: list[str]) -> Iterator[list[str]]:
+    """Tensors that are read together: small ones as many as fit into a window, a large one alone."""
+    batch: list[str] = []
+    filled = 0
+    for key in keys:
+        size = _size_of(checkpoint, key)
+        if batch and filled + size > WINDOW_BYTES:
+            yield batch
+            batch, filled = [], 0
+        batch.append(key)
+        filled += size
+    if batch:
+        yield batch
+
+
+def _size_of(checkpoint: Checkpoint, key: str) -> int:
+    entry = checkpoint.entries[key]
+    assert isinstance(entry, TensorStorageMetadata)
+    return bytes_in(tuple(entry.size), entry.properties.dtype)
+
+
+def _fill(
+    checkpoint: Checkpoint, keys: list[str], descriptor: int, places: dict[str, int], progress: Progress
+) -> dict[int, int]:
+    """Copy tensors to their places in a file; return the checksums of their bytes by place."""
+    if len(keys) == 1:
+        return {places[keys[0]]: _fill_by_windows(checkpoint, keys[0], descriptor, places[keys[0]], progress)}
+    form: dict[str, Any] = {}
+    for key in keys:
+        entry = checkpoint.entries[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        form[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    checkpoint.read_into(form)
+    checksums = {}
+    for key, tensor in form.items():
+        memory = memory_of(tensor)
+        checksums[places[key]] = zlib.crc32(memory)
+        _write_at(descriptor, memory, places[key])
+        progress(len(memory))
+    return checksums
+
+
+def _fill_by_windows(checkpoint: Checkpoint, key: str, descriptor: int, place: int, progress: Progress) -> int:
     entry = checkpoint.entries[key]
     assert isinstance(entry, TensorStorageMetadata)
     shape, dtype = tuple(entry.size), entry.properties.dtype
@@ -244,9 +313,15 @@ def _fill(checkpoint: Checkpoint, key: str, descriptor: int, place: int, progres
         checkpoint.read_into({key: shard})
         memory = memory_of(window)
         checksum = zlib.crc32(memory, checksum)
-        os.pwrite(descriptor, memory, place + start * dtype.itemsize)
+        _write_at(descriptor, memory, place + start * dtype.itemsize)
         progress(len(memory))
     return checksum
+
+
+def _write_at(descriptor: int, memory: memoryview, place: int) -> None:
+    while len(memory):
+        count = os.pwrite(descriptor, memory, place)
+        memory, place = memory[count:], place + count
 
 
 # --- from a plain file --------------------------------------------------------------------------------------------

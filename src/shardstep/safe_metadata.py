@@ -29,6 +29,7 @@ _RECORDS = (
     filesystem._StoragePrefix,
 )
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
+_DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged")
 
 
@@ -96,8 +97,8 @@ class _SafeUnpickler(pickle.Unpickler):
         self._stand_ins: dict[tuple[str, str], type[_StandIn]] = {}
 
     def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
-            return getattr(torch, name)
+        if module == "torch" and name in _DTYPES:
+            return _DTYPES[name]
         turn = _TURNS.get((module, name))
         if module.split(".")[0] == "pathlib" and name in _PATHS:
             turn = _path
@@ -113,14 +114,20 @@ def _path(args: Any, state: Any) -> str:
     return "/".join(map(str, args))
 
 
-def _turned(value: Any) -> Any:
-    """Plain data with every stand-in replaced by what it stands for."""
+def _turned(value: Any, known: dict[int, Any]) -> Any:
+    """Plain data with every stand-in replaced by what it stands for. What is there twice is done once (``known``)."""
+    if id(value) not in known:
+        known[id(value)] = _turn(value, known)
+    return known[id(value)]
+
+
+def _turn(value: Any, known: dict[int, Any]) -> Any:
     if isinstance(value, _StandIn):
-        return type(value).turn(_turned(value.args), _turned(value.state))
+        return type(value).turn(_turned(value.args, known), _turned(value.state, known))
     if type(value) is dict:
-        return {_turned(key): _turned(item) for key, item in value.items()}
+        return {_turned(key, known): _turned(item, known) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(map(_turned, value))
+        return type(value)(_turned(item, known) for item in value)
     if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
         return value
     raise pickle.UnpicklingError(f"a {type(value).__name__} is nothing that a checkpoint's metadata consists of")
@@ -129,7 +136,7 @@ def _turned(value: Any) -> Any:
 def loads(data: bytes, path: Any) -> Any:
     """The metadata in ``data``. CheckpointError, which names ``path``, if that is not what it is."""
     try:
-        found = _turned(_SafeUnpickler(data).load())
+        found = _turned(_SafeUnpickler(data).load(), {})
     except Exception as error:  # a damaged pickle can raise anything
         raise CheckpointError(f"{path} expects the metadata of a DCP checkpoint but cannot be read: {error}") from error
     if not isinstance(found, metadata.Metadata):

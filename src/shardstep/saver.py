@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import io
+import json
+import logging
 import os
 import pickle
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +21,20 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
+from torch.utils._pytree import tree_map_only
 
-from shardstep import collectives, directories, joining, sharded_form
+from shardstep import directories, joining, sharded_form
 from shardstep import manifest as manifests
 from shardstep.agreement import Board
 from shardstep.collectives import Group
-from shardstep.file_writer import Writer, Written
+from shardstep.file_writer import NO_DIST_WARNING, Writer, Written
 from shardstep.holders import Holder
 from shardstep.manifest import Manifest
 from shardstep.naming import clean, names_of, unwrapped
 from shardstep.state_shard import StateShard, shard_of_range, shard_of_whole
 
 CALL = "checkpoint.save"
-_NO_DIST_WARNING = "torch.distributed is disabled, unavailable or uninitialized"
+_log = logging.getLogger("shardstep")
 
 
 class Contribution:
@@ -45,11 +49,14 @@ class Contribution:
         if not first:
             del form["param_groups"]
         _keep_what_this_rank_writes(form["state"], holder)
+        form["state"] = {name: _leaved(entry) for name, entry in form["state"].items()}
+        if first:
+            form["param_groups"] = [_with_leaves(group) for group in form["param_groups"]]
         self.form: dict[str, Any] = {"optim": form}
         if model is not None:
-            self.form["model"] = _model_part(model, holder.group)
+            self.form["model"] = _with_leaves(_model_part(model, holder.group))
         if extra is not None and first:
-            self.form["extra"] = dict(extra)
+            self.form["extra"] = {key: _leaved(value) for key, value in extra.items()}
         specs = holder.placement.layout.specs
         self.shapes = {names[holder.placement.params[spec.index]]: spec.shape for spec in specs}
 
@@ -58,7 +65,46 @@ class Contribution:
         self.form = sharded_form.map_leaves(self.form, _staged)
 
 
+class _Leaf:
+    """A value that is saved as it is, by torch.save. (DCP looks into dicts: keys become texts, empty ones vanish.)"""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _with_leaves(values: Mapping[str, Any]) -> dict[str, Any]:
+    """A dict in which every container is a leaf."""
+    return {key: _Leaf(value) if isinstance(value, (Mapping, list, tuple)) else value for key, value in values.items()}
+
+
+def _leaved(value: Any) -> Any:
+    """A tree in which only dicts with texts as keys, and lists, that hold tensors, are looked into."""
+    if not isinstance(value, (Mapping, list, tuple)):
+        return value
+    if isinstance(value, Mapping) and _is_tensor_tree(value) and all(isinstance(key, str) for key in value):
+        return {key: _leaved(item) for key, item in value.items()}
+    if isinstance(value, list) and _is_tensor_tree(value):
+        return [_leaved(item) for item in value]
+    return _Leaf(tree_map_only(StateShard, _whole_tensor, value))
+
+
+def _whole_tensor(shard: StateShard) -> Tensor:
+    if len(shard.parts) != 1 or shard.parts[0].tensor.shape != shard.shape:
+        raise TypeError(
+            "state of a cut parameter expects dicts with texts as keys, because others cannot be divided. Build the "
+            "optimizer with shard='tensor'."
+        )
+    return shard.parts[0].tensor
+
+
+def _on_host(value: Any) -> Any:
+    """A tree with its tensors on the CPU: what is saved must not ask for a device where it is loaded."""
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().cpu(), value)
+
+
 def _staged(leaf: Any) -> Any:
+    if isinstance(leaf, _Leaf):
+        return _Leaf(copy.deepcopy(_on_host(leaf.value)))
     if isinstance(leaf, StateShard):
         return leaf.map(lambda tensor: tensor.to("cpu", copy=True))
     if isinstance(leaf, Tensor):
@@ -121,10 +167,12 @@ class _Planner(dcp.DefaultSavePlanner):
     """DCP's planner, which refuses what could not be read again without running code."""
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
+        object = _on_host(object.value) if isinstance(object, _Leaf) else object
         data = super().transform_object(write_item, object)
         if isinstance(data, io.BytesIO):
             try:
-                torch.load(io.BytesIO(data.getvalue()), weights_only=True)
+                with torch.serialization.skip_data():  # what it consists of counts, not the tensors' bytes
+                    torch.load(io.BytesIO(data.getvalue()), map_location="cpu", weights_only=True)
             except pickle.UnpicklingError as error:
                 raise TypeError(
                     f"{write_item.index.fqn} expects numbers, strings, lists, dicts and tensors but got "
@@ -147,12 +195,12 @@ class Saving:
     ) -> None:
         self._directory, self._contribution, self._keep = directory, contribution, keep
         self._group, self._board, self._progress = group, board, progress
-        self._others_know = False  # that this rank failed, or there is nothing more to know
+        self._others_know = False  # that this rank failed
 
     def run(self) -> None:
         """Save now."""
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=_NO_DIST_WARNING)
+            warnings.filterwarnings("ignore", message=NO_DIST_WARNING)
             # Each rank is alone for DCP. It would pickle its plans and send them; ours travel as JSON (``_finish``).
             try:
                 dcp.save(self._contribution.form, storage_writer=self._writer(), planner=_Planner(), no_dist=True)
@@ -162,7 +210,7 @@ class Saving:
 
     def start(self) -> Future[Any]:
         """Save in a thread, what was staged."""
-        warnings.filterwarnings("ignore", message=_NO_DIST_WARNING)  # (it comes from the thread)
+        warnings.filterwarnings("ignore", message=NO_DIST_WARNING)  # (it comes from the thread)
         started = dcp.async_save(
             self._contribution.form,
             storage_writer=self._writer(),
@@ -172,23 +220,34 @@ class Saving:
             no_dist=True,
         )
         assert isinstance(started, Future)
-        started.add_done_callback(self._end)
-        return started
+        ended: Future[None] = Future()
 
-    def _end(self, done: Future[Any]) -> None:
-        self._undo(done.exception())
-        self._contribution.form = {}  # the copy: the handle may be kept for long
+        def end(done: Future[Any]) -> None:
+            error = done.exception()
+            self._contribution.form = {}  # the copy: the handle may be kept for long
+            if error is None:
+                ended.set_result(None)
+                return
+            _log.error("the checkpoint %s could not be saved: %s", self._directory, _unwrapped(error))
+            try:
+                self._undo(error)
+            finally:
+                ended.set_exception(_unwrapped(error))
+
+        started.add_done_callback(end)
+        return ended
 
     def _writer(self) -> Writer:
         aside = directories.aside_of(self._directory)
         return Writer(aside, self._group.rank, self._prepare, self._finish, self._told, self._progress)
 
-    def _undo(self, error: BaseException | None) -> None:
-        """After a failure: nothing is left on disk, and the other ranks know."""
-        if error is None:
-            return
+    def _undo(self, error: BaseException) -> None:
+        """After a failure: the other ranks know, and nothing is left on disk."""
         if not self._others_know:
             self._board.fail(CALL, _unwrapped(error))
+        if not self._board.someone_was_absent:  # whoever failed has stopped writing, when all have come here
+            with suppress(RuntimeError):
+                self._board.agree(f"{CALL} (undoing it)", [])
         if self._group.rank == 0:
             directories.discard(self._directory)
 
@@ -204,8 +263,11 @@ class Saving:
 
     def _meet(self, stage: str) -> None:
         self._others_know = True  # whatever comes of it
-        self._board.agree(CALL, [("stage", {"done": stage})])
-        self._others_know = stage == "committed"
+        self._board.agree(CALL, self._facts(stage))
+        self._others_know = False
+
+    def _facts(self, stage: str) -> list[tuple[str, dict[str, str]]]:
+        return [("save", {"directory": self._directory.name, "stage": stage})]
 
     def _prepare(self) -> None:
         with self._told():
@@ -216,14 +278,13 @@ class Saving:
             directories.aside_of(self._directory).mkdir(parents=True, exist_ok=True)
 
     def _finish(self, written: Written) -> None:
-        self._meet("written")
+        self._others_know = True  # whatever comes of this meeting
+        text = json.dumps(joining.to_json(written))
+        texts = self._board.gather(CALL, self._facts("written"), text)
+        self._others_know = False
         with self._told():
-            told = [
-                collectives.move_json(self._group, joining.to_json(written), rank, 0)
-                for rank in range(self._group.world_size)
-            ]
             if self._group.rank == 0:
-                self._commit(told)
+                self._commit([json.loads(text) for text in texts])
         self._meet("committed")
 
     def _commit(self, told: list[dict[str, Any]]) -> None:
@@ -284,13 +345,15 @@ class SaveHandle:
         TimeoutError after ``timeout`` seconds, if given; the save goes on.
         """
         if self._started is not None:
-            error = self._started.exception(timeout)
+            try:
+                error = self._started.exception(timeout)
+            except FutureTimeout:  # (before Python 3.11 another class)
+                raise TimeoutError(f"{self.directory} is not complete after {timeout} s. The save goes on.") from None
             if error is not None:
                 self.told = True
-                raise _unwrapped(error)
+                raise error
         return self.directory
 
     def failure(self) -> BaseException | None:
         """Wait for its end; what failed, if anything did."""
-        error = self._started.exception() if self._started is not None else None
-        return None if error is None else _unwrapped(error)
+        return self._started.exception() if self._started is not None else None

@@ -162,7 +162,10 @@ class ShardedState(Optimizer):
             undo()
             raise
         saving.load_options(parts.options, self.param_groups, self.optim.param_groups)
-        self._snapshot, self._stepped = None, bool(state_dict["state"])
+        found = any(parts.entries.values()) or bool(parts.others)
+        if self.world_size > 1:  # a rank may own nothing of what the others have found
+            found = any(row[0] for row in collectives.all_gather_ints(self._group, [found]))
+        self._snapshot, self._stepped = None, found
 
     def full_state(self, param: Tensor) -> dict[str, Any]:
         """One parameter's full state, on the CPU of every rank.

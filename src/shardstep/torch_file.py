@@ -1,12 +1,14 @@
 """The bytes that ``torch.save`` writes for one tensor: a head, the elements, a tail.
 
 A DCP file is such items, one after the other. With the head and tail of a shape at hand, elements go straight from
-memory to disk and back, any range of them, and the result is what torch itself would have written.
+memory to disk and back, any range of them, and the result is an archive as torch writes it. (It differs in one record,
+an identification number that torch derives from the checksums and nobody reads.)
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 import zipfile
 from collections.abc import Mapping
@@ -52,15 +54,22 @@ class _Ends:
         self.size += count
         return count
 
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        """Leave a hole: what is known of the end begins after it."""
+        self.size = self.size + offset if whence == os.SEEK_CUR else offset
+        self.last = bytearray()
+        return self.size
+
     def flush(self) -> None:
         pass
 
 
 def frame_of(shape: tuple[int, ...], dtype: torch.dtype) -> Frame:
-    """Save a tensor of that shape, and keep what surrounds its elements. (Its memory is never touched: zero pages.)"""
+    """Save a tensor of that shape without its elements, and keep what surrounds them. (No memory is touched.)"""
     ends = _Ends()
     tensor = torch.empty(shape, dtype=dtype)
-    torch.save(tensor, ends)  # type: ignore[arg-type]
+    with torch.serialization.skip_data():
+        torch.save(tensor, ends)  # type: ignore[arg-type]
     first, last = bytes(ends.first), bytes(ends.last[-_KEPT:])
     beyond = ends.size - len(last)  # where ``last`` begins in the file
     entry = _entry_of_the_elements(last)
@@ -124,4 +133,6 @@ def memory_of(tensor: Tensor) -> memoryview:
     assert tensor.device.type == "cpu"
     if tensor.nbytes == 0:
         return memoryview(bytearray())
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
+    array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    array.tensor = tensor  # type: ignore[attr-defined]  # lives as long as the view does
+    return memoryview(array).cast("B")
