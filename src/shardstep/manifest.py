@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 FILE_NAME = "shardstep.json"
 METADATA_NAME = ".metadata"  # DCP's
 _VERSION = 1
-_SMALLEST_BLOCK, _LARGEST_BLOCK = 8 * 1024, 64 * 1024
+_SMALLEST_BLOCK, _LARGEST_BLOCK = 2 * 1024, 64 * 1024
 _BLOCKS = 256  # of an item, roughly: a rank that reads a part of it reads at most one more
 _SEQUENCE = re.compile(rb'"sequence": (\d+)')
 
@@ -75,14 +75,22 @@ class RunningChecksum:
         self.noted: list[int] = []
 
     def add(self, data: memoryview) -> None:
-        position = 0
-        while position < len(data):
-            count = min(self._block - self._filled, len(data) - position)
-            self.value = zlib.crc32(data[position : position + count], self.value)
-            self._filled += count
-            position += count
-            if self._filled == self._block:
-                self.note()
+        crc32, block, noted, value = zlib.crc32, self._block, self.noted, self.value
+        position = min((block - self._filled) % block, len(data))
+        if position:  # the rest of a block that was begun
+            value = crc32(data[:position], value)
+            self._filled += position
+            if self._filled == block:
+                noted.append(value)
+                self._filled = 0
+        whole = position + (len(data) - position) // block * block
+        for start in range(position, whole, block):
+            value = crc32(data[start : start + block], value)
+            noted.append(value)
+        if whole < len(data):
+            value = crc32(data[whole:], value)
+            self._filled = len(data) - whole
+        self.value = value
 
     def note(self) -> None:
         """End a block."""

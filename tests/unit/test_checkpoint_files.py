@@ -222,8 +222,8 @@ def test_verify_finds_every_flipped_bit(tmp_path: Path) -> None:
 
 
 def a_manifest() -> Manifest:
-    item = Item(0, 40000, 100, 39000, 2**32 - 1, (1, 2**32 - 1, 3))
-    files = {"__0_0.distcp": FileList(40010, 16384, {0: item, 40000: Item(40000, 10, 0, 10, 0, (7,))})}
+    item = Item(0, 40000, 100, 39000, 16384, 2**32 - 1, (1, 2**32 - 1, 3))
+    files = {"__0_0.distcp": FileList(40010, {0: item, 40000: Item(40000, 10, 0, 10, 8192, 0, (7,))})}
     return Manifest(12, "ab" * 32, files, {"a.b": (3, 4), "c": (), "ü": (0,)})
 
 
@@ -285,14 +285,24 @@ def file_with(**fields: Any) -> Callable[[Manifest], Manifest]:
     return change
 
 
+def items_with(**fields: Any) -> Callable[[Manifest], Manifest]:
+    """The manifest, with another description of every item."""
+
+    def change(manifest: Manifest) -> Manifest:
+        (file,) = manifest.files.values()
+        return file_with(items={at: item._replace(**fields) for at, item in file.items.items()})(manifest)
+
+    return change
+
+
 def with_another_file(name: str) -> Callable[[Manifest], Manifest]:
     return lambda manifest: manifest._replace(files={**manifest.files, name: manifest.files["__0_0.distcp"]})
 
 
 IMPOSSIBLE: dict[str, Callable[[Manifest], Manifest]] = {
-    "blocks of nothing": file_with(block=0),
-    "negative blocks": file_with(block=-16384),
-    "smaller blocks": file_with(block=1000),
+    "blocks of nothing": items_with(block=0),
+    "negative blocks": items_with(block=-16384),
+    "smaller blocks": items_with(block=1000),
     "no items": file_with(items={}),
     "another size": file_with(size=12345),
     "another digest": lambda manifest: manifest._replace(metadata_sha256="0" * 64),
@@ -445,7 +455,11 @@ def test_malicious_metadata_in_a_directory_is_refused_by_everything_that_reads_i
                 with pytest.raises(CheckpointError, match=r"\.metadata"):
                     attempt()
             assert checkpoint.latest(tmp_path) is None
-            assert checkpoint.resume(tmp_path, optimizer, model) is None
+            if with_manifest:  # there is one, but it cannot be read: starting over would be the wrong answer
+                with pytest.raises(CheckpointError, match="none can be read"):
+                    checkpoint.resume(tmp_path, optimizer, model)
+            else:
+                assert checkpoint.resume(tmp_path, optimizer, model) is None
             assert not (tmp_path / "ran").exists(), what
 
 
