@@ -21,6 +21,9 @@ def torchrun(ranks: int, *command: str, cwd: Path) -> str:
     return done.stdout
 
 
+LEAVE = "dist.destroy_process_group()\n"  # the last line of the first example
+
+
 def blocks_of_the_readme() -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), flags=re.DOTALL)
 
@@ -36,9 +39,9 @@ def test_the_example_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
     first, saving = blocks_of_the_readme()[:2]
     assert len(first.strip().splitlines()) <= 15
     # The second block goes on where the first one stands before it leaves the group.
-    body, leave = first.split("dist.destroy_process_group()")
+    body = first.removesuffix(LEAVE)
     (tmp_path / "example.py").write_text(first)
-    (tmp_path / "save.py").write_text(body + saving + "print('at step', step)\n" + leave)
+    (tmp_path / "save.py").write_text(body + saving + "print('at step', step)\n" + LEAVE)
     assert_half_the_state(torchrun(2, "example.py", cwd=tmp_path))
     printed = torchrun(2, "save.py", cwd=tmp_path)
     assert_half_the_state(printed)
@@ -46,9 +49,9 @@ def test_the_example_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
 
 
 def test_what_the_readme_says_about_dcp_runs_as_pasted(tmp_path: Path) -> None:
-    body, leave = blocks_of_the_readme()[0].split("dist.destroy_process_group()")
+    body = blocks_of_the_readme()[0].removesuffix(LEAVE)
     block = next(block for block in blocks_of_the_readme() if "dcp.save" in block)
-    (tmp_path / "example.py").write_text(body + block + leave)
+    (tmp_path / "example.py").write_text(body + block + LEAVE)
     assert_half_the_state(torchrun(3, "example.py", cwd=tmp_path), ranks=3)
     assert (tmp_path / "dcp" / ".metadata").is_file()
 

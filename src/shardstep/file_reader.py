@@ -27,7 +27,7 @@ from shardstep import safe_metadata
 from shardstep.manifest import CheckpointError, FileList, Item, Manifest, RunningChecksum
 from shardstep.torch_file import WINDOW_BYTES, Frame, bytes_in, frame_of, memory_of
 
-_SMALL_BYTES = 64 * 1024  # an item up to this size is read with one call
+_SMALL_BYTES = 8 * 1024  # an item up to this size is read with one call, also if a part of it is wanted
 
 
 class Reader(FileSystemReader):

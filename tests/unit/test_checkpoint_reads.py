@@ -14,7 +14,7 @@ from shardstep.partition import partition
 
 Shape = tuple[int, ...]
 CAP = 25 * 2**20
-FRAMED = 64 * 1024  # an item up to this size, with what surrounds the elements, is read whole
+FRAMED = 8 * 1024  # an item up to this size, with what surrounds the elements, is read whole
 
 
 def transformer(layers: int, width: int, inner: int, vocabulary: int) -> list[Shape]:
@@ -64,5 +64,5 @@ def test_a_rank_reads_its_share_and_one_percent(model: str, saved: int, now: int
                     if max(low, first) < min(high, last):
                         inside = (max(low, first) - first) * 4, (min(high, last) - first) * 4
                         read += bytes_for(*inside, (last - first) * 4)
-        # 1 %, and what balance gives to cuts on multiples of 64 elements (see partition.py): up to 1/256 more on a rank.
+        # 1 %, and what cuts on multiples of 64 elements take from the balance: up to 1/256 (see partition.py).
         assert read <= (1.01 + 1 / 256) * share, f"rank {rank} reads {read / share:.4f} of its share"
