@@ -6,7 +6,7 @@ RIVALS := .venv-bench
 NPROC  ?= 2
 ARGS   ?=
 
-.PHONY: train test lint format bench-core bench-step bench-checkpoint clean
+.PHONY: train test test-all lint format bench-core bench-step bench-checkpoint clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -20,7 +20,11 @@ $(VENV)/installed: pyproject.toml
 train: $(VENV)/installed
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
 
+# Each test at 1 and 3 ranks; test-all: also the same tests at 2, 4 and 5 (see tests/conftest.py).
 test: lint
+	$(BIN)/python -m pytest -m "not again" $(ARGS)
+
+test-all: lint
 	$(BIN)/python -m pytest $(ARGS)
 
 lint: $(VENV)/installed

@@ -30,6 +30,7 @@ _RECORDS = (
 )
 _PATHS = ("PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path")
 _DTYPES = {name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.dtype)
 _LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged")
 
 
@@ -116,6 +117,8 @@ def _path(args: Any, state: Any) -> str:
 
 def _turned(value: Any, known: dict[int, Any]) -> Any:
     """Plain data with every stand-in replaced by what it stands for. What is there twice is done once (``known``)."""
+    if type(value) in _PLAIN:
+        return value
     if id(value) not in known:
         known[id(value)] = _turn(value, known)
     return known[id(value)]
@@ -128,8 +131,6 @@ def _turn(value: Any, known: dict[int, Any]) -> Any:
         return {_turned(key, known): _turned(item, known) for key, item in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_turned(item, known) for item in value)
-    if value is None or isinstance(value, (bool, int, float, str, bytes, torch.dtype)):
-        return value
     raise pickle.UnpicklingError(f"a {type(value).__name__} is nothing that a checkpoint's metadata consists of")
 
 
