@@ -1,7 +1,8 @@
 """Which tests a run takes, and with how many threads.
 
 A test that is written for several numbers of ranks runs at 1 and 3 by default: three is where halves, pairs and powers
-of two stop hiding mistakes. At 2, 4 or 5 ranks the same test is marked ``again``; ``make test-all`` takes those, too.
+of two stop hiding mistakes. At 2, 4 or 5 ranks the same test is marked ``again``, and so is one through shared memory that
+also runs through sockets; ``make test-all`` takes those, too.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ torch.set_num_threads(1)
 
 WORLDS = ("world", "world_size")
 CHOSEN = (1, 3)
+TRANSPORTS = ("transport", "way")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,11 +23,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    numbers: dict[str, set[int]] = {}
+    variants: dict[str, set[object]] = {}
     for item in items:
-        numbers.setdefault(_function(item), set()).add(_world(item))
+        variants.setdefault(_function(item), set()).update((_world(item), _transport(item)))
     for item in items:
-        if 3 in numbers[_function(item)] and _world(item) not in (*CHOSEN, 0):
+        others = variants[_function(item)]
+        other_ranks = 3 in others and _world(item) not in (*CHOSEN, 0)
+        other_way = "sockets" in others and _transport(item) == "shared memory"
+        if other_ranks or other_way:
             item.add_marker("again")
 
 
@@ -37,3 +42,8 @@ def _world(item: pytest.Item) -> int:
     """The number of ranks that a test is written for as a parameter; 0 if it is none."""
     params = getattr(getattr(item, "callspec", None), "params", {})
     return next((params[name] for name in WORLDS if isinstance(params.get(name), int)), 0)
+
+
+def _transport(item: pytest.Item) -> object:
+    params = getattr(getattr(item, "callspec", None), "params", {})
+    return next((params[name] for name in TRANSPORTS if name in params), None)
