@@ -1,8 +1,8 @@
 """Which tests a run takes, and with how many threads.
 
-A test that is written for several numbers of ranks runs at 1 and 3 by default: three is where halves, pairs and powers
-of two stop hiding mistakes. At 2, 4 or 5 ranks the same test is marked ``again``, and so is one through shared memory that
-also runs through sockets; ``make test-all`` takes those, too.
+A test that is written for several numbers of ranks runs at 1 and 3 by default: three is where halves, pairs and
+powers of two stop hiding mistakes. At 2, 4 or 5 ranks the same test is marked ``again``, and so is one through shared
+memory that also runs through sockets; ``make test-all`` takes those, too.
 """
 
 from __future__ import annotations
