@@ -22,6 +22,9 @@ def torchrun(ranks: int, *command: str, cwd: Path) -> str:
 
 
 LEAVE = "dist.destroy_process_group()\n"  # the last line of the first example
+# With gloo, torch 2.13 sometimes aborts at the end of a program in which a DDP module is still alive after DCP was used,
+# without shardstep as well (docs/log.md).
+LET_GO = "del model, optimizer\n"
 
 
 def blocks_of_the_readme() -> list[str]:
@@ -41,7 +44,7 @@ def test_the_example_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
     # The second block goes on where the first one stands before it leaves the group.
     body = first.removesuffix(LEAVE)
     (tmp_path / "example.py").write_text(first)
-    (tmp_path / "save.py").write_text(body + saving + "print('at step', step)\n" + LEAVE)
+    (tmp_path / "save.py").write_text(body + saving + "print('at step', step)\n" + LET_GO + LEAVE)
     assert_half_the_state(torchrun(2, "example.py", cwd=tmp_path))
     printed = torchrun(2, "save.py", cwd=tmp_path)
     assert_half_the_state(printed)
@@ -51,7 +54,7 @@ def test_the_example_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
 def test_what_the_readme_says_about_dcp_runs_as_pasted(tmp_path: Path) -> None:
     body = blocks_of_the_readme()[0].removesuffix(LEAVE)
     block = next(block for block in blocks_of_the_readme() if "dcp.save" in block)
-    (tmp_path / "example.py").write_text(body + block + LEAVE)
+    (tmp_path / "example.py").write_text(body + block + LET_GO + LEAVE)
     assert_half_the_state(torchrun(3, "example.py", cwd=tmp_path), ranks=3)
     assert (tmp_path / "dcp" / ".metadata").is_file()
 
