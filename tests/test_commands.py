@@ -13,18 +13,25 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+# With gloo, torch 2.13 sometimes aborts at the very end of a program in which DDP and DCP were used, when everything is
+# done; without shardstep as well (docs/log.md). Such a run says nothing, so it is made again.
+ABORTED_AT_THE_END = "terminate called without an active exception"
+
+
 def torchrun(ranks: int, *command: str, cwd: Path) -> str:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([*launcher, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=150)
+    for _ in range(5):
+        done = subprocess.run(
+            [*launcher, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=150
+        )
+        if done.returncode == 0 or ABORTED_AT_THE_END not in done.stderr:
+            break
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 LEAVE = "dist.destroy_process_group()\n"  # the last line of the first example
-# With gloo, torch 2.13 sometimes aborts at the end of a program in which a DDP module is still alive after DCP was used,
-# without shardstep as well (docs/log.md).
-LET_GO = "del model, optimizer\n"
 
 
 def blocks_of_the_readme() -> list[str]:
@@ -44,7 +51,7 @@ def test_the_example_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
     # The second block goes on where the first one stands before it leaves the group.
     body = first.removesuffix(LEAVE)
     (tmp_path / "example.py").write_text(first)
-    (tmp_path / "save.py").write_text(body + saving + "print('at step', step)\n" + LET_GO + LEAVE)
+    (tmp_path / "save.py").write_text(body + saving + "print('at step', step)\n" + LEAVE)
     assert_half_the_state(torchrun(2, "example.py", cwd=tmp_path))
     printed = torchrun(2, "save.py", cwd=tmp_path)
     assert_half_the_state(printed)
@@ -54,7 +61,7 @@ def test_the_example_of_the_readme_runs_as_pasted(tmp_path: Path) -> None:
 def test_what_the_readme_says_about_dcp_runs_as_pasted(tmp_path: Path) -> None:
     body = blocks_of_the_readme()[0].removesuffix(LEAVE)
     block = next(block for block in blocks_of_the_readme() if "dcp.save" in block)
-    (tmp_path / "example.py").write_text(body + block + LET_GO + LEAVE)
+    (tmp_path / "example.py").write_text(body + block + LEAVE)
     assert_half_the_state(torchrun(3, "example.py", cwd=tmp_path), ranks=3)
     assert (tmp_path / "dcp" / ".metadata").is_file()
 
