@@ -14,36 +14,34 @@ import torch
 torch.set_num_threads(1)
 
 WORLDS = ("world", "world_size")
-CHOSEN = (1, 3)
 TRANSPORTS = ("transport", "way")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "again: the same test at another number of ranks")
+    config.addinivalue_line("markers", "again: the same test at another number of ranks, or through shared memory")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    variants: dict[str, set[object]] = {}
-    for item in items:
-        variants.setdefault(_function(item), set()).update((_world(item), _transport(item)))
-    for item in items:
-        others = variants[_function(item)]
-        other_ranks = 3 in others and _world(item) not in (*CHOSEN, 0)
-        other_way = "sockets" in others and _transport(item) == "shared memory"
-        if other_ranks or other_way:
-            item.add_marker("again")
+    for names, chosen, also in ((WORLDS, 3, (1,)), (TRANSPORTS, "sockets", ())):
+        variants = {_without(item, names): set[object]() for item in items}
+        for item in items:
+            variants[_without(item, names)].add(_value(item, names))
+        for item in items:
+            value = _value(item, names)
+            if chosen in variants[_without(item, names)] and value not in (chosen, None, *also):
+                item.add_marker("again")
 
 
-def _function(item: pytest.Item) -> str:
-    return item.nodeid.split("[")[0]
+def _params(item: pytest.Item) -> dict[str, object]:
+    return getattr(getattr(item, "callspec", None), "params", {})
 
 
-def _world(item: pytest.Item) -> int:
-    """The number of ranks that a test is written for as a parameter; 0 if it is none."""
-    params = getattr(getattr(item, "callspec", None), "params", {})
-    return next((params[name] for name in WORLDS if isinstance(params.get(name), int)), 0)
+def _value(item: pytest.Item, names: tuple[str, ...]) -> object:
+    """The test's parameter of one of these names; None if it has none."""
+    return next((value for name, value in _params(item).items() if name in names), None)
 
 
-def _transport(item: pytest.Item) -> object:
-    params = getattr(getattr(item, "callspec", None), "params", {})
-    return next((params[name] for name in TRANSPORTS if name in params), None)
+def _without(item: pytest.Item, names: tuple[str, ...]) -> str:
+    """Which test it is, whatever that parameter is."""
+    rest = {name: value for name, value in _params(item).items() if name not in names}
+    return f"{item.nodeid.split('[')[0]} {rest!r}"
