@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import os
 import shutil
 import sys
 import time
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import AdamW
 
+from benchmarks.figures import forget_freed_memory, memory_kb, reset_peak
 from shardstep import ZeroRedundancyOptimizer, checkpoint
 
 SHAPES = [(512, 512)] * 128  # 33.6 M parameters: 268 MB of AdamW state
@@ -51,27 +51,19 @@ def main() -> None:
 
 def timed(action: Callable[[], Any]) -> tuple[float, float, Any]:
     """Seconds from barrier to barrier, and the MB that the worst rank held beyond what it had before and after."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that was freed earlier must not hide what is used now
+    forget_freed_memory()
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    before = _status("VmRSS")
+    reset_peak()
+    before = memory_kb("VmRSS")
     start = time.perf_counter()
     result = action()
     dist.barrier()
     elapsed = time.perf_counter() - start
-    peak = _status("VmHWM")
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)
-    extra = torch.tensor([(peak - max(before, _status("VmRSS"))) / 1e3])
+    peak = memory_kb("VmHWM")
+    forget_freed_memory()
+    extra = torch.tensor([(peak - max(before, memory_kb("VmRSS"))) / 1e3])
     dist.all_reduce(extra, op=dist.ReduceOp.MAX)
     return elapsed, extra.item(), result
-
-
-def _status(field: str) -> int:
-    """kB, from the kernel."""
-    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(field))
-    return int(line.split()[1])
 
 
 def parameters(with_gradients: bool = True) -> list[torch.nn.Parameter]:
@@ -88,19 +80,19 @@ def stepped(optimizer: Any) -> Any:
     return optimizer
 
 
-class Contestant:
+class Contestant(ABC):
     """Saves the state of one optimizer and loads it into another."""
 
     name: str
 
-    def save(self, directory: Path) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def save(self, directory: Path) -> Any: ...
 
-    def target(self) -> Any:
-        raise NotImplementedError
+    @abstractmethod
+    def target(self) -> Any: ...
 
-    def load(self, directory: Path, target: Any) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def load(self, directory: Path, target: Any) -> None: ...
 
     def measure(self, folder: Path) -> dict[str, float]:
         directory = folder / self.name.replace(" ", "-")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import sys
 import time
@@ -16,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.optim import Optimizer
 
+from benchmarks.figures import forget_freed_memory, memory_kb, reset_peak
 from shardstep import ZeroRedundancyOptimizer
 
 Shapes = list[tuple[int, ...]]
@@ -97,26 +96,19 @@ def measure_consolidation(rounds: int) -> dict:
 
 def _consolidate(optimizer: Optimizer) -> tuple[float, float]:
     """Milliseconds, and MB that this process held at its peak beyond what it held before."""
-    gc.collect()
-    ctypes.CDLL("libc.so.6").malloc_trim(0)  # memory that was freed earlier must not hide what is used now
+    forget_freed_memory()
     dist.barrier()
-    Path("/proc/self/clear_refs").write_text("5")  # reset the peak
-    before = _status("VmRSS")
+    reset_peak()
+    before = memory_kb("VmRSS")
     start = time.perf_counter()
     optimizer.consolidate_state_dict(to=0)  # type: ignore[attr-defined]
     dist.barrier()
     elapsed = (time.perf_counter() - start) * 1e3
-    extra = (_status("VmHWM") - before) / 1e3
+    extra = (memory_kb("VmHWM") - before) / 1e3
     optimizer.step()  # lets the collected state go (torch's class keeps it until the next time)
     if hasattr(optimizer, "_all_state_dicts"):
         optimizer._all_state_dicts = []  # type: ignore[attr-defined]
     return elapsed, extra
-
-
-def _status(field: str) -> int:
-    """kB, from the kernel."""
-    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(field))
-    return int(line.split()[1])
 
 
 def count_calls(model: str, shapes: Shapes, variant: str) -> dict:

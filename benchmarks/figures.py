@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import datetime
+import gc
 import json
 import os
 import platform
@@ -43,6 +45,23 @@ def machine() -> str:
         f"Python {platform.python_version()}, torch {torch.__version__}, gloo over loopback, one thread per rank, "
         "CPU only."
     )
+
+
+def forget_freed_memory() -> None:
+    """Give back what was freed earlier: it must not hide what is used next."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+
+
+def reset_peak() -> None:
+    """Let the kernel measure this process's peak memory anew."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def memory_kb(field: str) -> int:
+    """Of this process, from the kernel: VmRSS (now) or VmHWM (at its peak)."""
+    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith(field))
+    return int(line.split()[1])
 
 
 class Neighbours:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import os
-import zlib
 from collections.abc import Iterator
 from itertools import pairwise
 from math import prod
@@ -24,7 +23,7 @@ from torch.futures import Future
 
 from shardstep import manifest as manifests
 from shardstep import safe_metadata
-from shardstep.manifest import CheckpointError, FileList, Item, Manifest, RunningChecksum
+from shardstep.manifest import CheckpointError, FileList, Item, Manifest
 from shardstep.torch_file import WINDOW_BYTES, Frame, bytes_in, frame_of, memory_of
 
 _SMALL_BYTES = 8 * 1024  # an item up to this size is read with one call, also if a part of it is wanted
@@ -209,11 +208,8 @@ class _OpenFile:
                 raise CheckpointError(f"{self.path} holds no item at byte {info.offset} according to the manifest.")
             view = memoryview(data)
             end = item.head + item.payload
-            checksum = RunningChecksum(item.block)
-            checksum.add(view[item.head : end])
-            checksum.note()
-            frame = zlib.crc32(view[end:], zlib.crc32(view[: item.head])) if item.head else 0
-            if tuple(checksum.noted) != item.crcs or frame != item.frame_crc:
+            sound = manifests.payload_is_sound(item, [view[item.head : end]])
+            if not sound or not manifests.frame_is_sound(item, view[: item.head], view[end:]):
                 raise self._damaged(item)
         return data
 
@@ -232,18 +228,13 @@ class _OpenFile:
         self._fill(base + low, memoryview(before))
         self._fill(base + start, target)
         self._fill(base + stop, memoryview(after))
-        first = low // block
-        checksum = RunningChecksum(block, item.crcs[first - 1] if first else 0)
-        for part in (memoryview(before), target, memoryview(after)):
-            checksum.add(part)
-        checksum.note()
-        if tuple(checksum.noted) != item.crcs[first : -(-high // block)]:
+        parts = (memoryview(before), target, memoryview(after))
+        if not manifests.payload_is_sound(item, parts, low // block, -(-high // block)):
             raise self._damaged(item)
         if stop == item.payload:  # whoever has the end checks what surrounds the elements
-            tail = item.offset + item.head + item.payload
-            frame = zlib.crc32(self.read_at(item.offset, item.head))
-            frame = zlib.crc32(self.read_at(tail, item.offset + item.length - tail), frame)
-            if frame != item.frame_crc:
+            end = base + item.payload
+            head, tail = self.read_at(item.offset, item.head), self.read_at(end, item.offset + item.length - end)
+            if not manifests.frame_is_sound(item, head, tail):
                 raise self._damaged(item)
 
 

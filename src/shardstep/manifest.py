@@ -14,7 +14,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -220,15 +220,31 @@ def problems_in_file(path: Path, file: FileList, progress: Any = None) -> Iterat
 
 def _is_sound(stream: Any, item: Item) -> bool:
     stream.seek(item.offset)
-    frame = zlib.crc32(stream.read(item.head))
-    checksum = RunningChecksum(item.block)
-    left = item.payload
-    while left > 0:
-        data = stream.read(min(left, 4 * 2**20))
-        if not data:
-            return False
-        checksum.add(memoryview(data))
-        left -= len(data)
+    head = stream.read(item.head)
+    payload = _parts_of(stream, item.payload)
+    return payload_is_sound(item, payload) and frame_is_sound(item, head, stream.read(_tail_of(item)))
+
+
+def _parts_of(stream: Any, count: int) -> Iterator[memoryview]:
+    """The next ``count`` bytes of a stream in parts; fewer if it ends before."""
+    while count > 0 and (data := stream.read(min(count, 4 * 2**20))):
+        yield memoryview(data)
+        count -= len(data)
+
+
+def _tail_of(item: Item) -> int:
+    return item.length - item.head - item.payload
+
+
+def payload_is_sound(item: Item, parts: Iterable[memoryview], first: int = 0, stop: int | None = None) -> bool:
+    """Whether these are the bytes of an item's payload that were saved: from block ``first`` to block ``stop``."""
+    checksum = RunningChecksum(item.block, item.crcs[first - 1] if first else 0)
+    for part in parts:
+        checksum.add(part)
     checksum.note()
-    frame = zlib.crc32(stream.read(item.length - item.head - item.payload), frame)
-    return tuple(checksum.noted) == item.crcs and frame == item.frame_crc
+    return tuple(checksum.noted) == item.crcs[first:stop]
+
+
+def frame_is_sound(item: Item, head: bytes | memoryview, tail: bytes | memoryview) -> bool:
+    """Whether this is what surrounded the payload when it was saved."""
+    return zlib.crc32(tail, zlib.crc32(head)) == item.frame_crc
