@@ -119,6 +119,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
                 bucket_cap_mb,
                 views=bool(parameters_as_bucket_view),
                 apart=shard_gradients or overlap_with_ddp,
+                reduce_dtype=reduce_dtype,
             )
             self.optim = placement.build(self.param_groups, granularities, given)
             if shard_gradients:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -41,6 +42,7 @@ class Placement:
         bucket_cap_mb: float,
         views: bool,
         apart: bool = False,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         _check_optimizer_class(optimizer_class)
         if not isinstance(bucket_cap_mb, (int, float)) or not 0 < bucket_cap_mb < float("inf"):
@@ -50,6 +52,7 @@ class Placement:
         self._optimizer_class = optimizer_class
         self._defaults = defaults
         self._bucket_bytes = max(int(bucket_cap_mb * 2**20), 1)
+        self._reduce_itemsize = reduce_dtype.itemsize if reduce_dtype is not None else None
         self.default_granularity = granularity
         self.layout = Layout(group.world_size)
         self.params: dict[int, Tensor] = {}
@@ -174,7 +177,8 @@ class Placement:
     def _place(self, param_groups: Sequence[dict[str, Any]], granularities: Sequence[str]) -> None:
         found = group_forms.specs_of(param_groups, granularities, list(self.params.values()))
         group_forms.check_apart({**self.params, **{index: param for index, (_, param) in found.items()}})
-        self.layout = partition.extend(self.layout, [spec for spec, _ in found.values()], self._bucket_bytes)
+        specs = [spec for spec, _ in found.values()]
+        self.layout = partition.extend(self.layout, specs, self._bucket_bytes, self._reduce_itemsize)
         self.params.update((index, param) for index, (_, param) in found.items())
         self.index_of.update((param, index) for index, (_, param) in found.items())
         self._orders.update((index, memory_order(param)) for index, (_, param) in found.items())

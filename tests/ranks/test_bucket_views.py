@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
 
 import pytest
 import torch
@@ -100,6 +101,52 @@ def _real_ddp(rank, world_size, shard, views):
 def test_under_ddp_the_weights_are_those_of_plain_ddp(views):
     for shard in SHARDS:
         run_ranks(_real_ddp, 3, shard, views)
+
+
+def _aligned(rank, world_size):
+    for shard in SHARDS:
+        for dtype in (torch.float64, torch.float32, torch.bfloat16):
+            params = [*parameters(SHAPES, dtype), *parameters([(3,), (5, 7)], torch.float32)]
+            opt = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, shard=shard, parameters_as_bucket_view=True)
+            _assert_views(opt)
+            assert all(param.data_ptr() % 64 == 0 for param in params)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_every_parameter_starts_where_torch_itself_would_let_it_start(world_size):
+    run_ranks(_aligned, world_size)
+
+
+def _odd_net() -> torch.nn.Module:
+    """Odd sizes everywhere: without alignment nearly every weight would start off a 64-byte boundary."""
+    torch.manual_seed(5)
+    sizes = [7, 33, 5, 129, 31, 3]
+    layers = [torch.nn.Linear(a, b) for a, b in pairwise(sizes)]
+    return torch.nn.Sequential(*(part for layer in layers for part in (layer, torch.nn.Tanh())))
+
+
+def _forward_and_backward(rank, world_size):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        for shard in SHARDS:
+            nets = [_odd_net().to(dtype) for _ in range(2)]
+            ZeroRedundancyOptimizer(
+                nets[0].parameters(), torch.optim.SGD, lr=0.1, shard=shard, parameters_as_bucket_view=True
+            )
+            for batch in (1, 2, 17):
+                outputs = [net(values((batch, 7), batch, dtype)) for net in nets]
+                assert torch.equal(*outputs), f"forward in {dtype}"
+                gradients = [
+                    torch.autograd.grad(output.square().sum(), net.parameters())
+                    for net, output in zip(nets, outputs, strict=True)
+                ]
+                for one, other in zip(*gradients, strict=True):
+                    assert torch.equal(one, other), f"backward in {dtype}"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_forward_and_backward_have_the_same_bits_with_bucket_views_as_without(world_size):
+    """On any CPU: kernels choose their path by the alignment of their operands, and views have torch's own."""
+    run_ranks(_forward_and_backward, world_size)
 
 
 # --- other memory -------------------------------------------------------------------------------------------------
