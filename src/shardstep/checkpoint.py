@@ -26,7 +26,7 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardstep import collectives, directories, holders, offline, saver
+from shardstep import claims, collectives, directories, holders, offline, saver
 from shardstep.agreement import Board
 from shardstep.codec import option_text
 from shardstep.collectives import Group
@@ -36,6 +36,7 @@ from shardstep.loader import Loading
 from shardstep.local import options_of
 from shardstep.manifest import CheckpointError
 from shardstep.saver import Contribution, SaveHandle, Saving
+from shardstep.status import Status
 
 __all__ = ["CheckpointError", "Reader", "SafeLoadPlanner", "SaveHandle", "latest", "load", "resume", "save", "verify"]
 
@@ -52,7 +53,9 @@ def save(
     """Save an optimizer, and if given its model and anything else, as a checkpoint directory.
 
     Collective: call on every rank of the optimizer's group, with the same arguments. (A plain ``torch.optim`` optimizer
-    is saved by the process that calls, alone.) The directory is complete or not there. Needs no memory to speak of.
+    is saved by the process that calls, alone; other ranks that save one into the same directory are refused.) The
+    directory is complete or not there. Needs no memory to speak of. Wrappers of Accelerate, Lightning and Fabric are
+    opened.
     Parameters are taken to be the same on every rank, as data-parallel training keeps them (``check_replicas`` tells).
 
     Args:
@@ -76,8 +79,8 @@ def save(
             raise TypeError(f"extra expects a dict but got {type(extra).__qualname__}. Pass {{'step': ...}}.")
         if not all(isinstance(key, str) for key in extra or ()):
             raise TypeError(f"extra expects strings as keys but got {list(extra or ())}. (Its values may be anything.)")
-        _check_whole(optimizer)
-        _finish_gathers(optimizer)
+        _check_whole(holder)
+        _finish_gathers(holder)
         contribution = Contribution(holder, model, extra)
         if asynchronous:
             contribution.stage()
@@ -85,14 +88,33 @@ def save(
         holder.fail(saver.CALL, error)
         raise
     holder.board.agree(saver.CALL, _facts(holder, path, keep, asynchronous, contribution))
-    group, board = _side(holder)
+    if holder.status is None:
+        return _save_alone(path, contribution, holder, keep, asynchronous)
+    group, board = _side(holder, holder.status)
     saving = Saving(path, contribution, group, board, keep)
     if not asynchronous:
         saving.run()
         return SaveHandle(path)
     handle = SaveHandle(path, saving.start())
-    optimizer._pending_save = handle  # type: ignore[attr-defined]
+    holder.status.checkpoints["pending"] = handle
     return handle
+
+
+def _save_alone(
+    path: Path, contribution: Contribution, holder: Holder, keep: int | None, asynchronous: bool
+) -> SaveHandle:
+    """Save a plain optimizer, if no other rank of the job saves one into the same directory."""
+    claim = claims.claim(path)
+    with claims.released_on_failure(claim):
+        saving = Saving(path, contribution, holder.group, holder.board, keep, author=claim.author)
+        if asynchronous:
+            handle = SaveHandle(path, started := saving.start())
+            started.add_done_callback(lambda ended: claim.release())
+            holder.optimizer._pending_save = handle  # type: ignore[attr-defined]
+            return handle
+        saving.run()
+    claim.release()
+    return SaveHandle(path)
 
 
 def load(
@@ -185,10 +207,12 @@ def _path_of(directory: str | os.PathLike) -> Path:
 
 def _await_the_save_before(holder: Holder) -> None:
     """One save at a time. If the one before failed and nobody was told, on any rank, this is where everybody is."""
-    pending: SaveHandle | None = getattr(holder.optimizer, "_pending_save", None)
+    if holder.status is not None:
+        pending: SaveHandle | None = holder.status.checkpoints.pop("pending", None)
+    else:
+        pending = holder.optimizer.__dict__.pop("_pending_save", None)
     if pending is None:
         return
-    holder.optimizer._pending_save = None  # type: ignore[attr-defined]
     failure = pending.failure()
     if failure is not None:
         told = [pending.told]
@@ -198,9 +222,9 @@ def _await_the_save_before(holder: Holder) -> None:
             raise failure
 
 
-def _check_whole(optimizer: Optimizer) -> None:
+def _check_whole(holder: Holder) -> None:
     """After a step that failed half-way, state and parameters are half updated: nothing to resume from."""
-    failure = getattr(optimizer, "_failure", "")
+    failure = holder.status.failure if holder.status is not None else ""
     if failure:
         raise RuntimeError(
             f"checkpoint.save expects an optimizer whose last step was completed, but it failed ({failure}), so its "
@@ -208,14 +232,14 @@ def _check_whole(optimizer: Optimizer) -> None:
         )
 
 
-def _finish_gathers(optimizer: Optimizer) -> None:
+def _finish_gathers(holder: Holder) -> None:
     """With lazy gathers parameters may still be on their way."""
-    wait = getattr(optimizer, "wait_for_parameters", None)
+    wait = getattr(holder.optimizer, "wait_for_parameters", None)
     if wait is not None:
         wait()
 
 
-def _side(holder: Holder) -> tuple[Group, Board]:
+def _side(holder: Holder, status: Status) -> tuple[Group, Board]:
     """Where the ranks meet for a save, which may be in the background: a connection of its own to the store.
 
     Nothing is sent through the process group, so it may be destroyed meanwhile. (DCP wants one that serves the CPU all
@@ -223,13 +247,13 @@ def _side(holder: Holder) -> tuple[Group, Board]:
     """
     if holder.group.world_size == 1:
         return holder.group, holder.board
-    side = getattr(holder.optimizer, "_checkpoint_side", None)
+    side = status.checkpoints.get("side")
     if side is None:
         group = holder.group if "cpu" in holder.group.backends else collectives.open_side_group(holder.group, "gloo")
         group = collectives.for_another_thread(group)
         side = group, Board(group, "checkpoint")
         side[1].settle()  # here, where all ranks come in the same order
-        holder.optimizer._checkpoint_side = side  # type: ignore[attr-defined]
+        status.checkpoints["side"] = side
     return side
 
 

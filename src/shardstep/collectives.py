@@ -20,6 +20,8 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -89,6 +91,25 @@ def open_group(process_group: dist.ProcessGroup | None) -> Group:
         global_rank=dist.get_global_rank(process_group, rank),
         backends={pair[0]: pair[-1] for pair in pairs},
     )
+
+
+class Job(NamedTuple):
+    """The processes that run together, and this one among them."""
+
+    run: str  # the same on all its ranks, another one in every run
+    rank: int
+    store: dist.Store  # a connection of its own
+
+
+def job() -> Job | None:
+    """The job that this process is part of; None if it is alone."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    store = dist.distributed_c10d._get_default_group().get_group_store().clone()  # type: ignore[attr-defined]
+    # torchrun may keep its store over restarts, after which ranks may be other processes.
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    run = store.compare_set(f"shardstep/run/{restarts}", "", secrets.token_hex(8)).decode()
+    return Job(run, dist.get_rank(), store)
 
 
 def alone() -> Group:

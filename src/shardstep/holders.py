@@ -19,6 +19,8 @@ from shardstep.layout import Layout, Piece
 from shardstep.naming import names_of
 from shardstep.placement import Placement
 from shardstep.sharded_state import ShardedState
+from shardstep.status import Status
+from shardstep.wrappers import unwrapped
 
 
 class Holder(NamedTuple):
@@ -30,6 +32,7 @@ class Holder(NamedTuple):
     group: Group
     board: Board
     load: Callable[[dict[str, Any], Module | None, bool], None]
+    status: Status | None  # of a sharded optimizer
 
     def fail(self, call: str, error: BaseException) -> None:
         """Tell the ranks that wait for this one that it failed."""
@@ -41,6 +44,12 @@ class _Unsharded(Placement):
 
     def __init__(self, optimizer: Optimizer) -> None:
         param_groups = optimizer.param_groups
+        for param in (param for group in param_groups for param in group["params"]):
+            if hasattr(param, "device_mesh"):
+                raise TypeError(
+                    f"checkpoint expects plain tensors but got a {type(optimizer).__qualname__} over DTensors, of "
+                    "which this rank has a part. Use torch.distributed.checkpoint with get_optimizer_state_dict."
+                )
         found = groups.specs_of(param_groups, ["tensor"] * len(param_groups), [])
         self.layout = Layout(1, tuple(spec for spec, _ in found.values()))
         self.params = {index: param for index, (_, param) in found.items()}
@@ -54,7 +63,8 @@ class _Unsharded(Placement):
 
 
 def holder_of(optimizer: Any) -> Holder:
-    """TypeError for anything but an optimizer."""
+    """Through the wrappers of frameworks. TypeError for anything but an optimizer."""
+    optimizer = unwrapped(optimizer)
     if isinstance(optimizer, ShardedState):
         return Holder(
             optimizer,
@@ -63,6 +73,7 @@ def holder_of(optimizer: Any) -> Holder:
             optimizer._group,
             optimizer._board,
             optimizer.load_sharded_state_dict,
+            optimizer._status,
         )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(
@@ -77,4 +88,4 @@ def holder_of(optimizer: Any) -> Holder:
         parts = sharded_form.loadable(form, optimizer.param_groups, names, placement, strict)
         saving.load_pieces(*parts, placement, optimizer)
 
-    return Holder(optimizer, optimizer, placement, group, Board(group), load)
+    return Holder(optimizer, optimizer, placement, group, Board(group), load, None)

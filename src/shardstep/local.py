@@ -82,3 +82,12 @@ def step_subset(optimizer: Optimizer, subset: Mapping[int, dict[str, list]]) -> 
         optimizer.param_groups = groups
         for position, part in whole.items():
             groups[position].update(part)
+
+
+def inner_optimizers(thing: Any) -> Iterator[tuple[str, Optimizer]]:
+    """The optimizers among the attributes of an object, also in lists and dicts, with the attributes' names."""
+    for name, value in getattr(thing, "__dict__", {}).items():
+        values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+        for found in values:
+            if isinstance(found, Optimizer):
+                yield name, found

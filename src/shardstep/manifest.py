@@ -49,6 +49,13 @@ class FileList(NamedTuple):
     items: dict[int, Item]  # by offset
 
 
+class Author(NamedTuple):
+    """Who saved a plain optimizer: one rank, alone."""
+
+    run: str  # the same on all ranks of a job, another one in every run
+    rank: int
+
+
 class Manifest(NamedTuple):
     """What a checkpoint directory holds."""
 
@@ -56,6 +63,7 @@ class Manifest(NamedTuple):
     metadata_sha256: str
     files: dict[str, FileList]
     parameters: dict[str, tuple[int, ...]]  # of the optimizer: name -> shape
+    author: Author | None = None  # if one rank of several saved it
 
 
 def block_for(payload: int) -> int:
@@ -138,6 +146,8 @@ def write(directory: Path, manifest: Manifest) -> None:
         "parameters": {name: list(shape) for name, shape in manifest.parameters.items()},
         "files": {name: to_json(file) for name, file in manifest.files.items()},
     }
+    if manifest.author is not None:
+        content["author"] = manifest.author._asdict()
     with open(directory / FILE_NAME, "wb") as stream:
         stream.write(json.dumps({**content, "sha256": _digest(content)}).encode())
         stream.flush()
@@ -163,6 +173,7 @@ def read(directory: Path) -> Manifest | None:
             str(content["metadata_sha256"]),
             {str(name): from_json(file) for name, file in content["files"].items()},
             {str(name): tuple(map(int, shape)) for name, shape in content["parameters"].items()},
+            Author(str(content["author"]["run"]), int(content["author"]["rank"])) if "author" in content else None,
         )
     except FileNotFoundError:
         return None

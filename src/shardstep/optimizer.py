@@ -23,6 +23,7 @@ from shardstep.placement import Placement
 from shardstep.report import MemoryReport
 from shardstep.rounds import Meeting, ReduceSettings, Rounds
 from shardstep.sharded_state import ShardedState
+from shardstep.status import Status
 from shardstep.stepping import GatherFailed, Gathers, gather, update_and_gather
 
 logger = logging.getLogger(__name__)
@@ -139,8 +140,6 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self._board.agree("ZeroRedundancyOptimizer", placement.facts(self.param_groups, mode))
         self._overlap_with_ddp = overlap_with_ddp
         self._reduces = settings
-        self._has_hook = False  # a DDP hook was made for it (see overlap.py)
-        self._steps_in_backward = False  # and DDP has called it
         self._when_extended: list[Callable[[], None]] = []
         self._broadcasts = shard_gradients and broadcast_parameters
         side = collectives.open_side_group(self._group) if shard_gradients or overlap_with_ddp else self._group
@@ -153,12 +152,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self._rounds: Rounds | None = None
         if shard_gradients:
             self._gradients, self._rounds = self._reduce_gradients(side, settings)
-        self._divide_by_initial_world_size = True  # in a Join context
         self._lazy_gather = lazy_gather
-        self._lazy: LazyGathers | None = None
-        self._snapshot, self._stepped = None, False
-        self._failure = ""  # how the last step failed, if it did
-        self._gather_failed = False
+        self._status = Status()
         self._expose_state()
         if collectives.debug_is_on():
             logger.info("rank %d of %d: %s", self.rank, self.world_size, report.layout_text(placement.layout))
@@ -172,7 +167,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         optimizer's step. Returns what that returns. With a DDP hook the step has been made when backward is over: then
         this only runs the closure, if there is one.
         """
-        if self._steps_in_backward:
+        if self._status.steps_in_backward:
             return closure() if callable(closure) else None
         if self._rounds is None or not callable(closure):  # else the closure's backward does it first
             Join.notify_join_context(self)
@@ -211,7 +206,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         loss = update_and_gather(placement, self.optim, gathers, self._board, closure, kwargs, lazily)
         if gathers.in_flight:
             me = weakref.proxy(self)
-            self._lazy = LazyGathers(gathers, placement.params_of, lambda error: me._note_failed_gather(error))
+            self._status.lazy = LazyGathers(gathers, placement.params_of, lambda error: me._note_failed_gather(error))
         return loss
 
     def wait_for_parameters(self) -> None:
@@ -220,33 +215,33 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         Touching a parameter does so by itself. A model compiled with ``torch.compile`` looks at parameters without
         touching them: call this before its forward.
         """
-        lazy, self._lazy = self._lazy, None
+        lazy, self._status.lazy = self._status.lazy, None
         if lazy is not None:
             lazy.finish()
 
     def _note_failed_gather(self, error: GatherFailed) -> None:
-        self._gather_failed, self._failure = True, str(error)
+        self._status.gather_failed, self._status.failure = True, str(error)
 
     def _begin_step(self) -> None:
         self.wait_for_parameters()
         self._check_last_step()
         self._notice_changes()
-        self._snapshot, self._stepped = None, True
-        self._failure = "it did not end"
+        self._status.changed()
+        self._status.failure = "it did not end"
 
     def _end_step(self) -> None:
-        self._failure = ""
+        self._status.failure = ""
         if self._rounds is not None:
             self._rounds.stepped()
 
     def _check_last_step(self) -> None:
         """After a step that failed: did the others fail with us, at the same place? Then it can go on."""
-        if self._gather_failed:
+        if self._status.gather_failed:
             raise RuntimeError(
                 "step expects a process group in which all ranks are at the same place, but an earlier step failed "
-                f"({self._failure}). Start the processes again, from a checkpoint."
+                f"({self._status.failure}). Start the processes again, from a checkpoint."
             )
-        if self._failure:
+        if self._status.failure:
             self._board.agree("step (the previous one failed)", [("exchanges", {"started": str(self._placed.started)})])
 
     def _sharded(self, closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -335,7 +330,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         Returns the norm as it was, 0-dim, the same bits on every rank. Collective with ``shard_gradients``: call on
         every rank of the group.
         """
-        if self._has_hook:
+        if self._status.has_hook:
             raise RuntimeError(
                 "clip_grad_norm_ expects gradients that were not used yet, but with a DDP hook the step is made during "
                 "backward. Drop overlap_with_ddp to clip."
@@ -413,7 +408,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         active = sum(call.kind != uneven.JOINED for call in everyone)
         most_sent = max(call.sent for call in everyone) if any(call.given_up for call in everyone) else None
         epoch = max(call.epoch for call in everyone)
-        return Meeting(self.world_size if self._divide_by_initial_world_size else active, epoch, most_sent)
+        return Meeting(self.world_size if self._status.divide_by_initial_world_size else active, epoch, most_sent)
 
     def _leave_join(self) -> None:
         """All ranks have run out of inputs, after different numbers of iterations."""
@@ -423,7 +418,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
 
     def _shadow(self) -> None:
         """On a rank that has run out of inputs: take part in what the others do now."""
-        if self._steps_in_backward:  # DDP's shadow calls the hook
+        if self._status.steps_in_backward:  # DDP's shadow calls the hook
             return
         rounds, gradients = self._rounds, self._gradients
         if rounds is None or gradients is None:
@@ -479,12 +474,12 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         for notify in self._when_extended:
             notify()
         self._expose_state()
-        if placement.has_eager_state and self._snapshot is not None:  # the new parameters came with state
-            self._snapshot, self._stepped = None, True
+        if placement.has_eager_state and self._status.snapshot is not None:  # the new parameters came with state
+            self._status.changed()
 
     def __getstate__(self) -> dict[str, Any]:
         """For copy and pickle: everything but the process group, which is found again by name, and the hooks."""
-        if self._gradients is not None or self._has_hook:
+        if self._gradients is not None or self._status.has_hook:
             raise RuntimeError(
                 "a copy expects an optimizer without hooks on its parameters, but shard_gradients and overlap_with_ddp "
                 "have some. Copy its state dict instead."
@@ -495,8 +490,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             "optim": self.optim,
             "parameters_as_bucket_view": self.parameters_as_bucket_view,
             "_placement": self._placed.portable(),
-            "_snapshot": self._snapshot,
-            "_stepped": self._stepped,
+            "_status": Status(self._status.snapshot, self._status.has_state, self._status.recipient),
             "_group_name": collectives.group_name(self.process_group),
         }
 
@@ -505,12 +499,10 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self._group = collectives.open_group(collectives.find_group(state.pop("_group_name")))
         self._meeting_place = Board(self._group, kind="copy")
         self.process_group, self.initialized = self._group.process_group, True
-        self._failure, self._gather_failed = "", False
         self._gradients, self._rounds, self._broadcasts = None, None, False
-        self._overlap_with_ddp = self._has_hook = self._steps_in_backward = self._lazy_gather = False
+        self._overlap_with_ddp = self._lazy_gather = False
         self._reduces = ReduceSettings()
-        self._lazy, self._when_extended = None, []
-        self._divide_by_initial_world_size = True
+        self._when_extended = []
         self.world_size, self.rank = self._group.world_size, self._group.rank
         self.global_rank = self._group.global_rank
         super().__setstate__(state)
@@ -564,7 +556,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
 
         With ``shard_gradients`` there is no DDP, and ``divide_by_initial_world_size`` is taken as DDP takes it.
         """
-        self._divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        self._status.divide_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return _Shadow(self)
 
     @property

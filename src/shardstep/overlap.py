@@ -32,6 +32,7 @@ from shardstep.hooks import GradientHooks
 from shardstep.local import copy_options, fire_post_hooks, fire_pre_hooks
 from shardstep.optimizer import ZeroRedundancyOptimizer
 from shardstep.stepping import Gathers, failing_together, update_all, update_bucket
+from shardstep.wrappers import unwrapped
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future]
 
@@ -77,6 +78,7 @@ class _SteppingHook:
 
     def __init__(self, name: str, hook: Hook, ddp: Any, zero: Any, interleaved: bool) -> None:
         self.name = name
+        zero = unwrapped(zero)
         if not isinstance(zero, ZeroRedundancyOptimizer) or not zero._overlap_with_ddp:
             raise ValueError(
                 f"{name} expects an optimizer built with overlap_with_ddp=True. Add it to the arguments of "
@@ -102,10 +104,10 @@ class _SteppingHook:
         self._usage: _Usage | None = None
         if ddp.find_unused_parameters or ddp.static_graph:
             self._usage = _Usage(zero, _group_for_usage(ddp, zero), ddp.gradient_as_bucket_view)
-        zero._has_hook = True
+        zero._status.has_hook = True
 
     def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future:
-        self._zero._steps_in_backward = True  # only now: a hook that was never registered must not stop ``step``
+        self._zero._status.steps_in_backward = True  # only now: a hook that was never registered must not stop ``step``
         future = self._hook(state, bucket)
         if bucket.index() == 0 and self._iteration is not None:  # its backward was not completed
             self._iteration.abandon()

@@ -24,7 +24,7 @@ from shardstep.codec import dtype_name
 from shardstep.collectives import Group
 from shardstep.hostmemory import MAX_IN_FLIGHT, Mailboxes, open_mailboxes
 from shardstep.layout import Bucket, Layout
-from shardstep.local import options_of, step_subset, unhooked_step
+from shardstep.local import inner_optimizers, options_of, step_subset, unhooked_step
 from shardstep.probe import Verdict, examine
 
 _requires_grad = attrgetter("requires_grad")
@@ -97,6 +97,11 @@ class Placement:
             raise ValueError(
                 f"optimizer_class expects to build a torch.optim.Optimizer but built a {type(optimizer).__qualname__}. "
                 "Pass the class of an optimizer, e.g. torch.optim.AdamW."
+            )
+        for name, inner in inner_optimizers(optimizer):
+            raise ValueError(
+                f"{type(optimizer).__qualname__} cannot be sharded: it has a {type(inner).__qualname__} of its own "
+                f"inside (.{name}), whose state would not be sharded and not be saved. Use another optimizer."
             )
         return optimizer
 

@@ -29,7 +29,7 @@ from shardstep.agreement import Board
 from shardstep.collectives import Group
 from shardstep.file_writer import NO_DIST_WARNING, Writer, Written
 from shardstep.holders import Holder
-from shardstep.manifest import Manifest
+from shardstep.manifest import Author, Manifest
 from shardstep.naming import clean, names_of, unwrapped
 from shardstep.state_shard import StateShard, shard_of_range, shard_of_whole
 
@@ -192,7 +192,9 @@ class Saving:
         board: Board,
         keep: int | None = None,
         progress: Callable[[int], None] | None = None,
+        author: Author | None = None,
     ) -> None:
+        self._author = author
         self._directory, self._contribution, self._keep = directory, contribution, keep
         self._group, self._board, self._progress = group, board, progress
         self._others_know = False  # that this rank failed
@@ -297,7 +299,11 @@ class Saving:
             stream.flush()
             os.fsync(stream.fileno())
         manifest = Manifest(
-            directories.next_sequence(parent), manifests.digest_of(path), files, self._contribution.shapes
+            directories.next_sequence(parent),
+            manifests.digest_of(path),
+            files,
+            self._contribution.shapes,
+            self._author,
         )
         manifests.write(aside, manifest)
         for problem in manifests.quick_problems(aside, manifest):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -13,16 +13,11 @@ from shardstep.local import options_of
 from shardstep.placement import Placement
 from shardstep.state import cut
 from shardstep.state_shard import filled, is_sharded
+from shardstep.status import Snapshot
 
-# In the dict of a rank that did not receive the full state: who did. No optimizer has such a key.
+# In the dict of a rank that did not receive the full state: who did, a rank or a list of them. No optimizer has such a
+# key.
 MARK = "shardstep_full_state_at_rank"
-
-
-class Snapshot(NamedTuple):
-    """The outcome of a consolidation."""
-
-    to: int
-    states: dict[Any, Any]  # by parameter index; empty unless this rank is ``to``
 
 
 def plain_form(param_groups: Sequence[dict[str, Any]], snapshot: Snapshot | None, rank: int) -> dict[str, Any]:
@@ -39,9 +34,15 @@ def plain_form(param_groups: Sequence[dict[str, Any]], snapshot: Snapshot | None
         )
     state = {} if snapshot is None else {key: outer_copy(value) for key, value in snapshot.states.items()}
     form: dict[str, Any] = {"state": state, "param_groups": packed}
-    if snapshot is not None and snapshot.to != rank:
-        form[MARK] = snapshot.to
+    if snapshot is not None and rank not in snapshot.to:
+        form[MARK] = snapshot.to[0] if len(snapshot.to) == 1 else list(snapshot.to)
     return form
+
+
+def recipients(state_dict: Mapping[str, Any]) -> str:
+    """Who has the full state, of which this marked dict has nothing."""
+    told = state_dict[MARK]
+    return " or ".join(f"rank {rank}" for rank in (told if isinstance(told, list) else [told]))
 
 
 def outer_copy(value: Any) -> Any:
@@ -111,7 +112,7 @@ def _check_form(state_dict: Any, param_groups: Sequence[dict[str, Any]]) -> None
     if MARK in state_dict:
         raise ValueError(
             f"load_state_dict expects the full state, but this dict was taken on a rank that did not receive it. "
-            f"Load the one that rank {state_dict[MARK]} returned, to which the state was consolidated."
+            f"Load the one that {recipients(state_dict)} returned, to which the state was consolidated."
         )
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(

@@ -16,8 +16,8 @@ from shardstep.agreement import Board
 from shardstep.collectives import Group
 from shardstep.naming import names_of
 from shardstep.placement import Placement
-from shardstep.saving import Snapshot
 from shardstep.state import StateView, collect, describe
+from shardstep.status import Snapshot, Status
 
 
 class ShardedState(Optimizer):
@@ -29,18 +29,13 @@ class ShardedState(Optimizer):
     _group: Group
     _placement: Placement | None
     _meeting_place: Board | None
-    _snapshot: Snapshot | None  # what was consolidated, until the state changes
-    _stepped: bool  # whether any rank may hold state
-    _state_view: StateView
-    # What checkpoint.py keeps here: the save in the background, and a process group of its own.
-    _pending_save: Any = None
-    _checkpoint_side: Any = None
+    _status: Status  # everything that changes: methods set no attributes, see status.py
 
     def consolidate_state_dict(self, to: int = 0, *, chunk_mb: float = 16) -> None:
         """Collect the full state on the CPU of rank ``to``, where ``state_dict`` returns it until the next change.
 
-        Collective: call on every rank of the group. No rank holds more than two chunks of ``chunk_mb`` MiB besides
-        its state and, on rank ``to``, the result.
+        Collective: call on every rank of the group. Other ranks that collected the same state before keep it. No rank
+        holds more than two chunks of ``chunk_mb`` MiB besides its state and, on rank ``to``, the result.
         """
         placement = self._placed
         with self._undone_everywhere("consolidate_state_dict"):
@@ -59,7 +54,7 @@ class ShardedState(Optimizer):
         self._board.agree("consolidate_state_dict", [("outcome", {"done": "True"})])
         if self.rank == to:
             states.update((key, value) for key, value in self.optim.state.items() if not isinstance(key, Tensor))
-        self._snapshot = Snapshot(to, states)
+        self._status.collected(to, states)
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
@@ -71,16 +66,19 @@ class ShardedState(Optimizer):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         wanted = dcp_bridge.request()
-        if wanted is not None and (self._snapshot is None or wanted.full or wanted.loading is not None):
+        status = self._status
+        if wanted is not None and (status.snapshot is None or wanted.full or wanted.loading is not None):
             state_dict = self._form_for_dcp(wanted)
-        elif self._stepped and self._snapshot is None:
+        elif status.has_state and status.snapshot is None:
+            who = "as last time" if status.recipient else "as programs and frameworks do"
             raise RuntimeError(
                 "state_dict() expects the state to be consolidated since the last step, load or change, but it is not. "
-                f"Call optimizer.consolidate_state_dict(to={self.rank}) on every rank first. (Or save without "
-                "collecting it: shardstep.checkpoint.save.)"
+                f"Call optimizer.consolidate_state_dict(to={status.recipient}) on every rank first, if rank "
+                f"{status.recipient} is the one that saves, {who}: that rank alone gets the full state, the others' "
+                "dicts are empty. (Or save without collecting it: shardstep.checkpoint.save.)"
             )
         else:
-            state_dict = saving.plain_form(self.param_groups, self._snapshot, self.rank)
+            state_dict = saving.plain_form(self.param_groups, status.snapshot, self.rank)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -105,7 +103,7 @@ class ShardedState(Optimizer):
             undo()
             raise
         saving.load_options(state_dict["param_groups"], self.param_groups, self.optim.param_groups)
-        self._snapshot, self._stepped = None, bool(state_dict["state"])
+        self._status.changed(has_state=bool(state_dict["state"]))
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -124,7 +122,7 @@ class ShardedState(Optimizer):
         else:
             entries = sharded_form.sharded_states(placement, self.optim, blanks=True)
             states = {index: entries.get(index, {}) for index in placement.params}
-        return saving.plain_form(self.param_groups, Snapshot(self.rank, states), self.rank)
+        return saving.plain_form(self.param_groups, Snapshot((self.rank,), states), self.rank)
 
     def sharded_state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
         """The state by parameter name, in pieces, for ``torch.distributed.checkpoint``: to save, or to load into.
@@ -165,7 +163,7 @@ class ShardedState(Optimizer):
         found = any(parts.entries.values()) or bool(parts.others)
         if self.world_size > 1:  # a rank may own nothing of what the others have found
             found = any(row[0] for row in collectives.all_gather_ints(self._group, [found]))
-        self._snapshot, self._stepped = None, found
+        self._status.changed(has_state=found)
 
     def full_state(self, param: Tensor) -> dict[str, Any]:
         """One parameter's full state, on the CPU of every rank.
@@ -194,11 +192,13 @@ class ShardedState(Optimizer):
     @property
     def state(self) -> StateView:  # type: ignore[override]
         """The local optimizer's state, keyed by the user's parameters: see ``StateView``."""
-        return self._state_view
+        assert self._status.view is not None
+        return self._status.view
 
     @state.setter
     def state(self, value: Any) -> None:
-        view = self.__dict__.get("_state_view")
+        status: Status | None = getattr(self, "_status", None)
+        view = status.view if status is not None else None
         if view is None:  # torch's constructor, before there is a local optimizer
             return
         view.clear()
@@ -209,11 +209,9 @@ class ShardedState(Optimizer):
     def _expose_state(self) -> None:
         placement = self._placed
         owned = {placement.params[index]: tensor for index, tensor in placement.shard.tensors.items()}
-        me = weakref.proxy(self)  # a real reference would keep all state alive until the garbage collector comes
-        self._state_view = StateView(self._all_params, owned, lambda: me.optim.state, lambda: me._state_was_edited())
-
-    def _state_was_edited(self) -> None:
-        self._snapshot, self._stepped = None, True
+        # A real reference would keep all state alive until the garbage collector comes.
+        local, status = weakref.proxy(self.optim), weakref.proxy(self._status)
+        self._status.view = StateView(self._all_params, owned, lambda: local.state, lambda: status.changed())
 
     # --- inside ---------------------------------------------------------------------------------------------------
 
