@@ -16,6 +16,7 @@ from shardstep.agreement import Board
 from shardstep.buckets import Shard
 from shardstep.collectives import Group
 from shardstep.layout import Layout, Piece
+from shardstep.local import options_of
 from shardstep.naming import names_of
 from shardstep.placement import Placement
 from shardstep.sharded_state import ShardedState
@@ -59,6 +60,8 @@ class _Unsharded(Placement):
         self.shard.tensors = dict(self.params)
         self.indices = [[self.index_of[param] for param in group["params"]] for group in param_groups]
         self._verdicts = []
+        self._options = [options_of(group) for group in param_groups]
+        self._state_classes = {}
         self._optimizer_class, self._defaults = type(optimizer), dict(optimizer.defaults)  # type: ignore[assignment]
 
 

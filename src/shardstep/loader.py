@@ -201,9 +201,12 @@ class Loading:
             piece = placement.shard.pieces.get(index)
             state[name] = {}
             if piece is not None:
+                misshapen = len(differences.misshapen)
                 for path, entry in entries.items():
                     like = placement.shard.tensors[index]
                     put(state[name], path, _target(entry, like, spec, piece, differences, name))
+                if len(differences.misshapen) > misshapen:  # a part of a state is no state
+                    state[name] = {}
         of_parameters = {*names.values(), *shapes, *(name for group in groups for name in group["params"])}
         for name in saved.keys() - of_parameters:  # state that belongs to no parameter
             found = checkpoint.skeleton(OPTIM, "state", name)

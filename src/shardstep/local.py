@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 # What a group of the local optimizer has for itself; all its other keys are options, the same on both sides.
@@ -63,6 +65,16 @@ def run_step(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
     if parameter is not None and parameter.default is inspect.Parameter.empty:
         return step(closure)
     return step()
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """For trying out an optimizer: in this context it draws no random numbers from the program's, and warns nobody."""
+    devices = [device] if device.type != "cpu" else []
+    device_type = device.type if devices else "cuda"
+    with torch.random.fork_rng(devices, device_type=device_type), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from shardstep.manifest import CheckpointError
 from shardstep.saver import Contribution, Saving
 from shardstep.sharded_form import map_leaves
 from shardstep.state_shard import shard_of_range, shard_of_whole
+from shardstep.subclasses import opened
 from shardstep.torch_file import WINDOW_BYTES, bytes_in, memory_of, patch_checksums
 
 Progress = Callable[[int], None]  # called with bytes done
@@ -361,7 +362,7 @@ class _PlainContribution(Contribution):
             }
             for group in form["param_groups"]
         ]
-        state = {names.get(key, str(key)): map_leaves(entry, _whole) for key, entry in form["state"].items()}
+        state = {names.get(key, str(key)): map_leaves(opened(entry), _whole) for key, entry in form["state"].items()}
         self.form = {OPTIM: {"state": state, "param_groups": groups}}
         self.shapes = {}
 

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardstep import collectives, partition
+from shardstep import collectives, partition, subclasses
 from shardstep import groups as group_forms
 from shardstep.buckets import BucketViews, Exchange, Shard
 from shardstep.codec import dtype_name
 from shardstep.collectives import Group
 from shardstep.hostmemory import MAX_IN_FLIGHT, Mailboxes, open_mailboxes
 from shardstep.layout import Bucket, Layout
-from shardstep.local import inner_optimizers, options_of, step_subset, unhooked_step
+from shardstep.local import inner_optimizers, options_of, run_step, step_subset, undisturbed, unhooked_step
 from shardstep.probe import Verdict, examine
 
 _requires_grad = attrgetter("requires_grad")
@@ -74,6 +74,8 @@ class Placement:
         self._strides: list[tuple[int, ...]] = []
         self._orders: dict[int, tuple[int, ...] | None] = {}  # how parameters lay in memory when they were placed
         self._probed: dict[str, Verdict] = {}
+        self._options: list[dict[str, Any]] = []  # per group, as the user gave them
+        self._state_classes: dict[str, type] = {}  # tensor subclasses that the optimizer makes as state, by name
 
     # --- making and extending -------------------------------------------------------------------------------------
 
@@ -88,7 +90,7 @@ class Placement:
         ``given``: the groups as the user gave them. What a group does not say, the optimizer itself fills in: some have
         other defaults for some groups (Muon).
         """
-        options = [options_of(group) for group in given]
+        self._options = options = [options_of(group) for group in given]
         rows = zip(param_groups, granularities, options, strict=True)
         self._place(param_groups, [self._choose(group, wish, said) for group, wish, said in rows])
         local_groups = [self._local_group(group, said) for group, said in zip(param_groups, options, strict=True)]
@@ -115,12 +117,13 @@ class Placement:
         """Place the last group of ``param_groups`` and give this rank's pieces of it to the local optimizer."""
         position, options = len(param_groups) - 1, options_of(given)
         chosen = self._choose(param_groups[position], granularity, options)
+        self._options.append(options)
         self._place(param_groups, [chosen] * len(param_groups))
         optimizer.add_param_group(self._local_group(param_groups[position], options))
 
     def retract(self, optimizer: Optimizer, count: int) -> None:
         """Undo ``extend``: keep the first ``count`` groups. Nothing was moved yet, so nothing moves back."""
-        del optimizer.param_groups[count:], self.indices[count:], self._verdicts[count:]
+        del optimizer.param_groups[count:], self.indices[count:], self._verdicts[count:], self._options[count:]
         kept = tuple(spec for spec in self.layout.specs if spec.group < count)
         gone = [spec.index for spec in self.layout.specs if spec.group >= count]
         buckets = tuple(bucket for bucket in self.layout.buckets if not set(bucket.params) & set(gone))
@@ -366,6 +369,29 @@ class Placement:
     def fresh_optimizer(self, param_groups: Sequence[dict[str, Any]]) -> Optimizer:
         """The local optimizer as it would be newly built: for optimizers that make state when they are built."""
         return self._optimizer_class([dict(group) for group in param_groups], **copy.deepcopy(self._defaults))
+
+    def blank_state(self, index: int, like: Tensor, param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """The state that the optimizer would make for a parameter, or a piece, like ``like``.
+
+        A twin of the optimizer makes it, for a copy that is thrown away.
+        """
+        spec = self.layout.spec_of[index]
+        scratch = torch.nn.Parameter(torch.zeros_like(like))
+        scratch.grad = torch.zeros_like(scratch)
+        options = {**copy.deepcopy(options_of(param_groups[spec.group])), "params": [scratch]}
+        if spec.name is not None:
+            options["param_names"] = [spec.name]
+        with undisturbed(like.device):
+            twin = self.fresh_optimizer([options])
+            run_step(twin, lambda: scratch.grad.sum())  # type: ignore[union-attr]
+        return dict(twin.state.get(scratch, {}))
+
+    def find_state_class(self, index: int, name: str) -> type | None:
+        """The tensor subclass of that name which the optimizer makes as state: of a parameter, if no other."""
+        if name not in self._state_classes:
+            for found in subclasses.classes_in(self.blank_state(index, self.params[index], self._options)):
+                self._state_classes[subclasses.name_of(found)] = found
+        return self._state_classes.get(name)
 
     def portable(self) -> Placement:
         """A twin without the process group and what hangs on it, for copy and pickle."""

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardstep.layout import Layout
+from shardstep.subclasses import is_subclass, opened
 
 
 class RankPlan(NamedTuple):
@@ -83,6 +84,8 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _tensors(value: Any) -> list[Tensor]:
+    if is_subclass(value):  # its own size is that of what it stands for
+        value = opened(value)
     if isinstance(value, Tensor):
         return [value]
     if isinstance(value, Mapping):

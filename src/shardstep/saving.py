@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.optim import Optimizer
 from shardstep.codec import option_text
 from shardstep.local import options_of
 from shardstep.placement import Placement
-from shardstep.state import cut
+from shardstep.state import local_part
 from shardstep.state_shard import filled, is_sharded
 from shardstep.status import Snapshot
 
@@ -171,7 +172,8 @@ def _local_form(state_dict: Mapping[str, Any], placement: Placement) -> dict[str
             entry = filled(states.get(saved_ids[index]))
             if entry:
                 piece = placement.shard.pieces[index]
-                local_state[number] = cut(entry, placement.layout.spec_of[index], piece, "of the loaded dict")
+                spec, find_class = placement.layout.spec_of[index], partial(placement.find_state_class, index)
+                local_state[number] = local_part(entry, spec, piece, find_class, "of the loaded dict")
             number += 1
         start += len(saved["params"])
     return {"state": local_state, "param_groups": local_groups}

@@ -7,21 +7,21 @@ names for parameters, so that everything which reads theirs reads ours. Its tens
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from shardstep.codec import option_text
 from shardstep.layout import ParamSpec, Piece
-from shardstep.local import options_of, run_step
+from shardstep.local import options_of
 from shardstep.naming import are_positions
 from shardstep.placement import Placement
-from shardstep.state import cut
+from shardstep.state import local_part
 from shardstep.state_shard import filled, shard_of_range, shard_of_whole
+from shardstep.subclasses import opened
 
 
 def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -48,7 +48,7 @@ def sharded_entry(entry: Mapping[str, Any], spec: ParamSpec, piece: Piece, *, bl
             )
         return shard_of_range(spec.shape, piece.start, piece.stop, leaf.reshape(-1), blank=blank)
 
-    return map_leaves(entry, shard)
+    return map_leaves(opened(entry), shard)
 
 
 def sharded_states(placement: Placement, optimizer: Optimizer, *, blanks: bool) -> dict[int, dict[str, Any]]:
@@ -64,21 +64,11 @@ def sharded_states(placement: Placement, optimizer: Optimizer, *, blanks: bool) 
 
 
 def _blank_entry(placement: Placement, optimizer: Optimizer, index: int) -> dict[str, Any]:
-    """The state that the optimizer would make for a parameter: a twin of it makes it, for a copy that is thrown away.
+    """The state that the optimizer would make for this rank's piece of a parameter.
 
     (DCP's own way is to step the optimizer itself with zero gradients, which moves counters and moments.)
     """
-    group = next(group for group, owned in enumerate(placement.indices) if index in owned)
-    scratch = torch.nn.Parameter(torch.zeros_like(placement.shard.tensors[index]))
-    scratch.grad = torch.zeros_like(scratch)
-    options = {**copy.deepcopy(options_of(optimizer.param_groups[group])), "params": [scratch]}
-    if placement.layout.spec_of[index].name is not None:
-        options["param_names"] = [placement.layout.spec_of[index].name]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        twin = placement.fresh_optimizer([options])
-        run_step(twin, lambda: scratch.grad.sum())  # type: ignore[union-attr]
-    return dict(twin.state.get(scratch, {}))
+    return placement.blank_state(index, placement.shard.tensors[index], optimizer.param_groups)
 
 
 def named_form(
@@ -176,11 +166,6 @@ def _texts(options: Mapping[str, Any]) -> dict[str, str]:
     return {key: option_text(value) for key, value in options.items()}
 
 
-def local_entry(entry: Any, spec: ParamSpec, piece: Piece) -> dict[str, Any]:
-    """What the local optimizer takes of a parameter's entry in a sharded form: its piece; empty if none was loaded."""
-    return cut(filled(entry), spec, piece, "of the loaded form")
-
-
 class Loadable(NamedTuple):
     """A form that fits an optimizer, in the optimizer's terms."""
 
@@ -207,6 +192,7 @@ def loadable(
     for index, piece in placement.shard.pieces.items():
         entry = state.get(names[placement.params[index]])
         if entry:
-            entries[index] = local_entry(entry, placement.layout.spec_of[index], piece)
+            spec, find_class = placement.layout.spec_of[index], partial(placement.find_state_class, index)
+            entries[index] = local_part(filled(entry), spec, piece, find_class, "of the loaded form")
     known = {*names.values(), *(name for group in saved_groups for name in group["params"])}
     return Loadable(entries, {key: value for key, value in state.items() if key not in known}, options)

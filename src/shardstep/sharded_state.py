@@ -50,7 +50,14 @@ class ShardedState(Optimizer):
         self._board.agree("consolidate_state_dict", [("argument", {"to": str(to), "chunk_mb": str(chunk_mb)})])
         chunk = max(int(chunk_mb * 2**20), 1)
         with self._undone_everywhere("consolidate_state_dict"):
-            states: dict[Any, Any] = collect(self._group, placement.layout, described, to=to, chunk_bytes=chunk)
+            states: dict[Any, Any] = collect(
+                self._group,
+                placement.layout,
+                described,
+                to=to,
+                chunk_bytes=chunk,
+                find_class=placement.find_state_class,
+            )
         self._board.agree("consolidate_state_dict", [("outcome", {"done": "True"})])
         if self.rank == to:
             states.update((key, value) for key, value in self.optim.state.items() if not isinstance(key, Tensor))
@@ -118,7 +125,14 @@ class ShardedState(Optimizer):
             self._board.agree("get_optimizer_state_dict", [])
             # Where DCP wants it is said by global rank, which is ours only if the group is everybody.
             to = 0 if wanted.offload and collectives.is_everybody(self._group) else None
-            states = collect(self._group, placement.layout, described, to=to, chunk_bytes=2**24)
+            states = collect(
+                self._group,
+                placement.layout,
+                described,
+                to=to,
+                chunk_bytes=2**24,
+                find_class=placement.find_state_class,
+            )
         else:
             entries = sharded_form.sharded_states(placement, self.optim, blanks=True)
             states = {index: entries.get(index, {}) for index in placement.params}
@@ -175,7 +189,9 @@ class ShardedState(Optimizer):
         with self._undone_everywhere("full_state"):
             described = describe(placement.shard, placement.layout, self.optim.state, only=index)
         self._board.agree("full_state", [("argument", {"param": placement.layout.spec_of[index].label})])
-        states = collect(self._group, placement.layout, described, to=None, chunk_bytes=2**24)
+        states = collect(
+            self._group, placement.layout, described, to=None, chunk_bytes=2**24, find_class=placement.find_state_class
+        )
         return states.get(index, {})
 
     def _index_of(self, param: Any, call: str) -> int:
@@ -188,6 +204,17 @@ class ShardedState(Optimizer):
                     "Pass one of model.parameters()."
                 )
             return index
+
+    def _collect(self, described: Any, to: int | None, chunk_bytes: int = 2**24) -> dict[Any, Any]:
+        placement = self._placed
+        return collect(
+            self._group,
+            placement.layout,
+            described,
+            to=to,
+            chunk_bytes=chunk_bytes,
+            find_class=placement.find_state_class,
+        )
 
     @property
     def state(self) -> StateView:  # type: ignore[override]

@@ -1,12 +1,14 @@
 """Optimizer state: cut it, join it, collect it.
 
 A state entry with as many elements as its parameter is cut and joined with it. A 0-dim tensor or a plain value is
-one copy per parameter, kept as the optimizer wrote it. Any other shape is opaque: legal while its parameter is whole.
+one copy per parameter, kept as the optimizer wrote it. Any other shape, and a tensor subclass, is opaque: legal while
+its parameter is whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from shardstep.codec import decode, dtype_name, dtype_of, encode
 from shardstep.collectives import Group
 from shardstep.layout import Layout, ParamSpec, Piece
 from shardstep.state_shard import StateShard
+from shardstep.subclasses import FindClass, closed, is_opened, opened
 
 # A tensor of at least this size travels in chunks of its own, straight from and to its memory.
 _LARGE_BYTES = 1024 * 1024
@@ -98,12 +101,21 @@ class StateView(MutableMapping):
         return f"StateView({dict(self.items())!r})"
 
 
-def cut(value: Any, spec: ParamSpec, piece: Piece, name: str) -> Any:
-    """The part of one parameter's full state that belongs to ``piece``: copies, never views of ``value``."""
+def local_part(entry: Any, spec: ParamSpec, piece: Piece, find_class: FindClass, where: str) -> Any:
+    """The part of one parameter's full state, wherever it comes from, that belongs to ``piece``: copies of it."""
+    return closed(_cut(opened(entry), spec, piece, where), find_class, spec.label)
+
+
+def _cut(value: Any, spec: ParamSpec, piece: Piece, name: str) -> Any:
+    if is_opened(value) and not piece.whole:
+        raise ValueError(
+            f"state {name} of {spec.label} is a tensor subclass, which cannot be cut with the parameter. Build the "
+            "optimizer with shard='tensor'."
+        )
     if isinstance(value, dict):
-        return {key: cut(item, spec, piece, f"{name}[{key!r}]") for key, item in value.items()}
+        return {key: _cut(item, spec, piece, f"{name}[{key!r}]") for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        items = [cut(item, spec, piece, f"{name}[{i}]") for i, item in enumerate(value)]
+        items = [_cut(item, spec, piece, f"{name}[{i}]") for i, item in enumerate(value)]
         return items if isinstance(value, list) else tuple(items)
     if not isinstance(value, Tensor):
         return value
@@ -137,6 +149,7 @@ def collect(
     *,
     to: int | None,
     chunk_bytes: int,
+    find_class: Callable[[int, str], type | None],
 ) -> dict[int, dict]:
     """Full states by parameter index, on the CPU, at rank ``to`` (None: at every rank); elsewhere empty.
 
@@ -147,6 +160,7 @@ def collect(
         described: what this rank contributes, from ``describe``.
         to: the rank that receives.
         chunk_bytes: the most that any rank holds besides its state and, on the recipient, the result.
+        find_class: by parameter index and name, the class of state that the live optimizer makes.
     """
     header, tensors = described
     receives = to is None or to == group.rank
@@ -161,7 +175,7 @@ def collect(
             _stream(group, spans, source, to, chunk_bytes)
         elif receives:
             _stream(group, targets, source, to, chunk_bytes)
-    return assembly.result() if receives else {}
+    return assembly.result(find_class) if receives else {}
 
 
 def describe(
@@ -185,7 +199,7 @@ def describe(
 
         spec = layout.spec_of[index]
         try:
-            tree = encode(dict(entry), lift)
+            tree = encode(opened(dict(entry)), lift)
         except TypeError as error:
             raise TypeError(f"the state of {spec.label} {error}") from error
         for leaf in leaves:
@@ -237,7 +251,7 @@ class _Assembly:
             leaves[position] = torch.empty(spec.shape, dtype=dtype)
         return _bytes_of(leaves[position].view(-1)[start:stop])
 
-    def result(self) -> dict[int, dict]:
+    def result(self, find_class: Callable[[int, str], type | None]) -> dict[int, dict]:
         for index, elements in self._arrived.items():
             spec = self._layout.spec_of[index]
             if elements != spec.numel:
@@ -245,7 +259,11 @@ class _Assembly:
                     f"{spec.label} expects state for all of its {spec.numel} elements, but the ranks hold {elements}. "
                     "Its gradient was missing on some ranks only: make gradients alike on all ranks before step()."
                 )
-        return {index: decode(self._trees[index], self._leaves.get(index, {})) for index in sorted(self._trees)}
+        states = {}
+        for index in sorted(self._trees):
+            entry = decode(self._trees[index], self._leaves.get(index, {}))
+            states[index] = closed(entry, partial(find_class, index), self._layout.spec_of[index].label)
+        return states
 
 
 def _stream(group: Group, spans: Sequence[Tensor], source: int, to: int | None, chunk_bytes: int) -> None:

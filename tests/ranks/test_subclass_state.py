@@ -1,0 +1,193 @@
+"""State that is a tensor subclass is carried whole, everywhere: state dicts, checkpoints, conversions, memory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from shardstep import ZeroRedundancyOptimizer, checkpoint, cli, subclasses
+from tests.harness import run_ranks
+from tests.oracle import error_of, train, values_of
+from tests.packed import Packed, PackedMomentum
+from tests.twins import assert_same, parameters
+
+SHAPES = [(64, 64), (33,), (128, 64), (4096,), (5, 7), (16, 512)]
+TORCHAO = ["AdamW8bit", "AdamW4bit", "AdamWFp8"]
+
+
+def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
+    if name == "PackedMomentum":
+        return PackedMomentum
+    torch._dynamo.config.disable = True  # torchao compiles its step, a minute for each: the same code runs as it is
+    import torchao.optim
+
+    return getattr(torchao.optim, name)
+
+
+def plain_tensors(value: Any) -> Any:
+    """A tree in which tensor subclasses are what they consist of, with their class. (Not by the code under test.)"""
+    if isinstance(value, dict):
+        return {key: plain_tensors(item) for key, item in value.items()}
+    if isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__"):
+        names, context = value.__tensor_flatten__()
+        told = [str(part) for part in context]
+        return {"class": type(value).__name__, "context": told} | {name: getattr(value, name) for name in names}
+    return value
+
+
+def same_state(ours: Any, theirs: Any, claim: str) -> None:
+    assert_same(plain_tensors(ours), plain_tensors(theirs), claim)
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    total = 0
+    for entry in optimizer.state.values():
+        for value in plain_tensors(dict(entry)).values():
+            tensors = value.values() if isinstance(value, dict) else [value]
+            total += sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+    return total
+
+
+def twins(name: str, steps: range, **sharded: Any) -> tuple[Any, Any, Any, Any]:
+    kind = optimizer_class(name)
+    ours, theirs = parameters(SHAPES, torch.float32), parameters(SHAPES, torch.float32)
+    opt, plain = ZeroRedundancyOptimizer(ours, kind, lr=0.01, **sharded), kind(theirs, lr=0.01)
+    train(opt, ours, steps)
+    train(plain, theirs, steps)
+    return ours, opt, theirs, plain
+
+
+def everywhere(rank: int, world_size: int, name: str, directory: Path, sharded: dict[str, Any]) -> int:
+    ours, opt, theirs, plain = twins(name, range(3), **sharded)
+    same_state(values_of(ours), values_of(theirs), "weights")
+    quantized = sum(hasattr(v, "__tensor_flatten__") for entry in plain.state.values() for v in entry.values())
+    assert quantized >= 4, "the case that this test is about"
+    for mine, other in zip(ours, theirs, strict=True):
+        same_state(opt.full_state(mine), dict(plain.state[other]), "full_state")
+    for to in (world_size - 1, 0):
+        opt.consolidate_state_dict(to=to)
+    form = opt.state_dict()
+    if rank == 0:
+        same_state({k: dict(v) for k, v in form["state"].items()}, plain.state_dict()["state"], "state_dict")
+        torch.save(form, directory / "consolidated.state")
+        for value in (value for entry in form["state"].values() for value in entry.values()):
+            assert type(value) in (int, Tensor) or subclasses.is_subclass(value)
+    checkpoint.save(directory / "now", opt, extra={"step": 3})
+    handle = checkpoint.save(directory / "later", opt, asynchronous=True)
+    train(opt, ours, range(3, 5))
+    train(plain, theirs, range(3, 5))
+    handle.wait()
+    same_state(values_of(ours), values_of(theirs), "trained on while saving")
+    return opt.memory().state
+
+
+def go_on(rank: int, world_size: int, name: str, directory: Path, sharded: dict[str, Any]) -> None:
+    *_, theirs, plain = twins(name, range(3), **sharded)
+    start = values_of(theirs)
+    dicts = [plain.state_dict(), torch.load(directory / "consolidated.state", weights_only=True)]
+    dicts.append(torch.load(directory / "converted.state", weights_only=True))
+    train(plain, theirs, range(3, 6))
+    for source in ("now", "later", "back", *dicts):
+        again = [torch.nn.Parameter(value.clone()) for value in start]
+        opt = ZeroRedundancyOptimizer(again, optimizer_class(name), lr=0.01, **sharded)
+        if isinstance(source, str):
+            checkpoint.load(directory / source, opt)
+        else:
+            opt.load_state_dict(source)
+        train(opt, again, range(3, 6))
+        label = source if isinstance(source, str) else "a dict"
+        same_state(values_of(again), values_of(theirs), f"resumed from {label}")
+    # and the plain optimizer, new: it has made no state yet that tells the class
+    alone = [torch.nn.Parameter(value.clone()) for value in start]
+    fresh = optimizer_class(name)(alone, lr=0.01)
+    checkpoint.load(directory / "now", fresh)
+    train(fresh, alone, range(3, 6))
+    same_state(values_of(alone), values_of(theirs), "resumed plainly")
+
+
+MODES = {"default": {}, "views": {"parameters_as_bucket_view": True}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", ["PackedMomentum", *TORCHAO])
+def test_subclass_state_goes_through_every_path_and_training_goes_on_as_if_nothing_happened(name, mode, tmp_path):
+    """3 ranks save, 2 go on: bit-equal to the plain optimizer. Together the ranks hold what the plain one holds."""
+    if name in TORCHAO:
+        pytest.importorskip("torchao")
+        torch.serialization.add_safe_globals([])  # (its classes register themselves when they are imported)
+    else:
+        torch.serialization.add_safe_globals([Packed])
+    held = run_ranks(everywhere, 3, name, tmp_path, MODES[mode], timeout=170)
+    _, _, _, plain = _alone(name)
+    assert sum(held) == state_bytes(plain)
+    assert cli.main(["verify", str(tmp_path / "now")]) == 0
+    assert cli.main(["convert", str(tmp_path / "now"), str(tmp_path / "converted.state")]) == 0
+    assert cli.main(["convert", str(tmp_path / "converted.state"), str(tmp_path / "back")]) == 0
+    run_ranks(go_on, 2, name, tmp_path, MODES[mode], timeout=170)
+
+
+def _alone(name: str) -> tuple[None, None, Any, Any]:
+    theirs = parameters(SHAPES, torch.float32)
+    plain = optimizer_class(name)(theirs, lr=0.01)
+    train(plain, theirs, range(3))
+    return None, None, theirs, plain
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+def refused(rank: int, world_size: int, directory: Path) -> None:
+    params = parameters(SHAPES, torch.float32)
+    opt = ZeroRedundancyOptimizer(params, PackedMomentum)
+    train(opt, params, range(2))
+    checkpoint.save(directory / "packed", opt)
+    for other in (
+        ZeroRedundancyOptimizer(parameters(SHAPES, torch.float32), torch.optim.SGD, lr=0.1, momentum=0.9),
+        ZeroRedundancyOptimizer(parameters(SHAPES, torch.float32), torch.optim.SGD, lr=0.1, shard="tensor"),
+        torch.optim.SGD(parameters(SHAPES, torch.float32), lr=0.1),
+    ):
+        error = error_of(lambda other=other: checkpoint.load(directory / "packed", other))
+        assert isinstance(error, (ValueError, RuntimeError))
+        assert "Packed" in str(error) or "cannot be cut" in str(error)
+        assert not any(other.state.values()), "nothing was changed"
+    with pytest.raises(ValueError, match="shard='element' expects an element-wise optimizer"):
+        ZeroRedundancyOptimizer(parameters(SHAPES, torch.float32), PackedMomentum, shard="element")
+
+
+def test_subclass_state_is_not_loaded_into_an_optimizer_that_does_not_make_it(tmp_path):
+    run_ranks(refused, 2, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("edit", "told"),
+    [
+        ({"class": "os.system"}, "does not make"),
+        ({"class": "torch.nn.parameter.Parameter"}, "does not make"),
+        ({"shape": [3, 3]}, "another one"),
+        ({"context": {"list": []}}, "cannot be put together"),
+        ({"context": {"dtype": "nonsense"}}, "does not tell"),
+    ],
+)
+def test_the_name_in_a_file_only_chooses_among_the_classes_that_the_live_optimizer_makes(edit, told):
+    packed = Packed.of(torch.ones(64))
+    parts = subclasses.opened({"momentum": packed})
+    found = subclasses.closed(parts, {subclasses.name_of(Packed): Packed}.get, "parameter 0")
+    same_state(found, {"momentum": packed}, "there and back")
+    mark = json.loads(parts["momentum"][subclasses.MARK])
+    parts["momentum"][subclasses.MARK] = json.dumps(mark | edit)
+    with pytest.raises(ValueError, match=told):
+        subclasses.closed(parts, {subclasses.name_of(Packed): Packed}.get, "parameter 0")
+
+
+def test_a_subclass_inside_a_subclass_is_carried_too():
+    outer = Packed(Packed.of(torch.arange(64.0)), torch.ones(1), torch.float32)  # type: ignore[arg-type]
+    parts = subclasses.opened([outer])
+    assert set(parts[0]["codes"]) == {"codes", "scale", subclasses.MARK}
+    (found,) = subclasses.closed(parts, {subclasses.name_of(Packed): Packed}.get, "parameter 0")
+    assert torch.equal(found.codes.codes, outer.codes.codes)
+    assert list(subclasses.classes_in(outer)) == [Packed, Packed]
