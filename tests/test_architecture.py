@@ -97,6 +97,7 @@ ARROWS = {
     # Checkpoints: files first, then what is written to them. None of it is imported with the package.
     "torch_file": set(),
     "manifest": set(),
+    "keys": set(),
     "safe_metadata": {"manifest"},
     "directories": {"manifest"},
     "file_writer": {"manifest", "torch_file"},
@@ -131,15 +132,16 @@ ARROWS = {
         "state_shard",
     },
     "loader": {"file_reader", "file_writer", "holders", "layout", "manifest", "naming", "sharded_form", "state_shard"},
-    "offline": {
+    "offline": {"codec", "directories", "file_reader", "keys", "loader", "manifest", "torch_file"},
+    "conversion": {
         "agreement",
-        "codec",
         "collectives",
-        "directories",
         "file_reader",
+        "keys",
         "loader",
         "manifest",
         "saver",
+        "saving",
         "sharded_form",
         "state_shard",
         "subclasses",
@@ -160,7 +162,9 @@ ARROWS = {
         "saver",
         "status",
     },
-    "cli": {"manifest", "offline"},
+    "arguments": {"directories", "manifest"},
+    "cli_output": {"offline"},
+    "cli": {"arguments", "cli_output", "conversion", "manifest", "offline"},
     "__init__": {"checkpoint", "optimizer", "overlap", "report", "sharded_gradient", "state_shard"},
 }
 PURE = ("layout", "partition", "boxes")
@@ -168,7 +172,8 @@ PURE = ("layout", "partition", "boxes")
 FORBIDDEN = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "eval", "exec")
 # Who speaks with torch.distributed.checkpoint, reads and writes its files, and its metadata (a pickle).
 DCP_USERS = ("state_shard", "safe_metadata", "file_writer", "file_reader", "joining", "saver", "loader", "offline")
-FILE_USERS = ("torch_file", "file_writer", "file_reader", "saver", "offline")
+DCP_USERS += ("conversion",)
+FILE_USERS = ("torch_file", "file_writer", "file_reader", "saver", "conversion")
 PICKLE_USERS = ("safe_metadata", "saver")
 FORBIDDEN_OF_TORCH = ("load", "save", "broadcast_object", "_broadcast_object", "broadcast_object_list")
 FORBIDDEN_OF_TORCH += ("all_gather_object", "gather_object", "scatter_object_list", "send_object_list")
@@ -291,7 +296,7 @@ def test_pickle_is_used_to_write_and_through_the_safe_reader_only(module):
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_the_only_dependency_is_torch(path):
     outside = {name.split(".")[0] for name in imports_of(path)} - {"shardstep", "torch"}
-    optional = {"rich"} if path.stem == "cli" else set()  # nicer with it, works without
+    optional = {"rich"} if path.stem == "cli_output" else set()  # nicer with it, works without
     assert outside - optional <= sys.stdlib_module_names
 
 

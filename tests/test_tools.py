@@ -215,7 +215,7 @@ def test_verify_reads_what_dcp_wrote_too(tmp_path, capsys) -> None:
 @pytest.mark.parametrize("command", [["inspect"], ["verify"], ["convert"]])
 def test_what_is_no_checkpoint_is_named(command, tmp_path, capsys) -> None:
     arguments = [*command, str(tmp_path)] + ([str(tmp_path / "out.pt")] if command == ["convert"] else [])
-    assert cli.main(arguments) == 1
+    assert cli.main(arguments) == 2  # a wrong argument, not a damaged checkpoint
     assert str(tmp_path) in capsys.readouterr().err
     assert not (tmp_path / "out.pt").exists()
 
@@ -223,8 +223,8 @@ def test_what_is_no_checkpoint_is_named(command, tmp_path, capsys) -> None:
 def test_a_file_that_is_no_state_dict_is_named(tmp_path, capsys) -> None:
     (tmp_path / "text.pt").write_text("no archive")
     torch.save({"weights": torch.ones(3)}, tmp_path / "model.pt")
-    for name in ("text.pt", "model.pt", "missing.pt"):
-        assert cli.main(["convert", str(tmp_path / name), str(tmp_path / "directory")]) == 1
+    for name, code in (("text.pt", 1), ("model.pt", 2), ("missing.pt", 2)):  # damaged, for all we know; the wrong file
+        assert cli.main(["convert", str(tmp_path / name), str(tmp_path / "directory")]) == code
         assert name in capsys.readouterr().err
     assert not (tmp_path / "directory").exists()
 
@@ -240,12 +240,12 @@ def test_convert_holds_no_more_than_a_window(tmp_path) -> None:
     code = """
 import sys
 from pathlib import Path
-from shardstep import cli, offline
+from shardstep import cli, conversion
 def status(field):
     rows = Path("/proc/self/status").read_text().splitlines()
     return next(int(row.split()[1]) for row in rows if row.startswith(field))
 cli.main(["inspect", sys.argv[1], "--json"])  # everything that is imported late
-offline.to_plain(Path(sys.argv[2]), Path(sys.argv[3] + ".warm"), "optim", lambda count: None)
+conversion.to_plain(Path(sys.argv[2]), Path(sys.argv[3] + ".warm"), "optim", lambda count: None)
 Path("/proc/self/clear_refs").write_text("5")
 before = status("VmRSS")
 assert cli.main(["convert", sys.argv[1], sys.argv[3]]) == 0

@@ -2,182 +2,186 @@
 
 from __future__ import annotations
 
-import json
+import errno
+import os
 import sys
-import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
 
-from shardstep import offline
+from shardstep import arguments, conversion, offline
+from shardstep import cli_output as output
 from shardstep.manifest import CheckpointError
-from shardstep.offline import Contents
 
-_PATIENCE = 1.0  # seconds of work before a progress bar is shown
+_DAMAGED, _WRONG, _INTERRUPTED, _PIPE_CLOSED = 1, 2, 130, 141  # (the last two: 128 and the number of the signal)
+_EXIT_CODES = (
+    "Exit status: 0 fine; 1 the checkpoint is damaged; 2 the command or a path is wrong; 130 interrupted; 141 nobody "
+    'reads the output. With --json there is one object on standard output, {"error": ...} if it failed; the line on '
+    "standard error stays."
+)
+_REMEDIES = {
+    errno.ENOSPC: "Free some space, or write elsewhere.",
+    errno.EDQUOT: "Free some space, or write elsewhere.",
+    errno.EFBIG: "Write elsewhere.",
+    errno.EROFS: "Write elsewhere.",
+    errno.EACCES: "Check the permissions.",
+    errno.EPERM: "Check the permissions.",
+}
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(given: list[str] | None = None) -> int:
     """Run a command. Returns the exit code: 0 fine, 1 the checkpoint is not, 2 the command is not."""
-    args = _parser().parse_args(arguments)
+    try:
+        try:
+            return _run(_parser().parse_args(given))
+        finally:
+            output.flush()
+    except BrokenPipeError:  # whoever read has seen enough
+        output.silence()
+        return _PIPE_CLOSED
+    except KeyboardInterrupt:
+        output.tell("interrupted.")
+        return _INTERRUPTED
+    except OSError as error:
+        output.silence()
+        output.tell(f"the output cannot be written: {_line(error)}")
+        return _WRONG
+
+
+def _run(args: Namespace) -> int:
     try:
         return args.run(args)
-    except CheckpointError as error:
-        print(f"shardstep: {error}", file=sys.stderr)
-        return 1
-    except (OSError, ValueError, TypeError) as error:
-        print(f"shardstep: {error}", file=sys.stderr)
-        return 2
+    except BrokenPipeError:
+        raise
+    except (CheckpointError, OSError, ValueError, TypeError) as error:
+        message = _line(error)
+        output.tell(message)
+        if args.json:
+            output.print_json({"error": message})
+        return _DAMAGED if isinstance(error, CheckpointError) else _WRONG
+
+
+def _line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        where = f"{error.filename}: " if error.filename else ""
+        return f"{where}{error.strerror}. {_REMEDIES.get(error.errno or 0, 'Check the path.')}"
+    return str(error)
 
 
 def _parser() -> ArgumentParser:
-    parser = ArgumentParser(prog="shardstep", description="Tools for checkpoint directories of shardstep and DCP.")
+    about = "Tools for checkpoint directories of shardstep and DCP."
+    parser = ArgumentParser(prog="shardstep", description=about, epilog=_EXIT_CODES)
+    parser.add_argument("--version", action="version", version=f"shardstep {_version()}")
     commands = parser.add_subparsers(required=True, metavar="command")
-    inspect = commands.add_parser("inspect", help="what is inside: names, shapes, dtypes, bytes, step, writers")
+    json = ArgumentParser(add_help=False)
+    json.add_argument("--json", action="store_true", help="everything, as one JSON object")
+    inside = "what is inside: names, shapes, dtypes, bytes, step, writers"
+    inspect = commands.add_parser("inspect", help=inside, parents=[json], epilog=_EXIT_CODES)
     inspect.add_argument("directory", type=Path, metavar="DIR")
-    inspect.add_argument("--json", action="store_true", help="everything, as JSON")
     inspect.set_defaults(run=_inspect)
-    convert = commands.add_parser(
-        "convert",
-        help="to one plain file, or back",
-        description="DIR to out.pt: one plain state dict, which any torch.optim optimizer loads; no more than 16 MiB "
-        "of it is in memory. in.pt to DIR: a checkpoint, from the state dict of a plain optimizer, of torch's "
-        "ZeroRedundancyOptimizer (consolidated) or of fairscale's OSS, which are the same. A plain file has "
-        "no names, so what comes back loads by position.",
+    _add_convert(commands.add_parser("convert", help="to one plain file, or back", parents=[json], epilog=_EXIT_CODES))
+    verify = commands.add_parser(
+        "verify", help="read every byte and compare the checksums", parents=[json], epilog=_EXIT_CODES
     )
-    convert.add_argument("source", type=Path, metavar="DIR|in.pt")
-    convert.add_argument("target", type=Path, metavar="out.pt|DIR")
-    convert.add_argument("--part", choices=["optim", "model"], default="optim", help="which part of DIR (optim)")
-    convert.set_defaults(run=_convert)
-    verify = commands.add_parser("verify", help="read every byte and compare the checksums")
     verify.add_argument("directory", type=Path, metavar="DIR")
     verify.set_defaults(run=_verify)
     return parser
 
 
+def _add_convert(convert: ArgumentParser) -> None:
+    convert.description = (
+        "DIR to out.pt: one plain state dict, which any torch.optim optimizer loads; no more than 16 MiB "
+        "of it is in memory. in.pt to DIR: a checkpoint, from the state dict of a plain optimizer, of torch's "
+        "ZeroRedundancyOptimizer (consolidated) or of fairscale's OSS, which are the same. A plain file has "
+        "no names, so what comes back loads by position."
+    )
+    convert.add_argument("source", type=Path, metavar="DIR|in.pt")
+    convert.add_argument("target", type=Path, metavar="out.pt|DIR")
+    which = convert.add_mutually_exclusive_group()
+    which.add_argument("--part", choices=["optim", "model"], help="which part of DIR (optim)")
+    which.add_argument(
+        "--key",
+        help="where it lies in DIR or in.pt, if not where it usually does: app.optim for {'app': {'optim': ...}}, a "
+        "dot for all of it. An optimizer becomes a plain state dict; anything else (app.model) is written as it was",
+    )
+    convert.set_defaults(run=_convert)
+
+
+def _version() -> str:
+    try:
+        return version("shardstep")
+    except PackageNotFoundError:  # run from its source
+        return "(not installed)"
+
+
 def _inspect(args: Namespace) -> int:
+    arguments.check_checkpoint(args.directory)
     contents = offline.inspect(args.directory)
     if args.json:
-        print(json.dumps(_as_json(contents), default=str))
+        output.print_contents_as_json(contents)
     else:
-        _show(contents)
+        output.print_contents(contents)
     return 0
-
-
-def _as_json(contents: Contents) -> dict[str, Any]:
-    data = contents._asdict()
-    data["entries"] = [entry._asdict() for entry in contents.entries]
-    return data
-
-
-def _show(contents: Contents) -> None:
-    tensors = [entry for entry in contents.entries if entry.kind == "tensor"]
-    rows = [
-        [entry.key, "x".join(map(str, entry.shape)) or "scalar", entry.dtype, f"{entry.bytes:,}", str(entry.pieces)]
-        for entry in tensors
-    ]
-    rows += [
-        [entry.key, "", entry.dtype, _short(entry.value), ""] for entry in contents.entries if entry.kind == "value"
-    ]
-    _print_table(["key", "shape", "dtype", "bytes or value", "pieces"], rows)
-    ranks = ", ".join(map(str, contents.ranks)) or "unknown"
-    steps = " to ".join(f"{step:g}" for step in sorted({*contents.steps[:1], *contents.steps[-1:]}))
-    print(f"{len(tensors)} tensors, {sum(entry.bytes for entry in tensors):,} bytes, {len(contents.files)} files")
-    print(f"written by ranks {ranks}; step {steps or 'unknown'}; checksums: {'yes' if contents.checksums else 'no'}")
-
-
-def _short(value: Any, most: int = 40) -> str:
-    text = str(value)
-    return text if len(text) <= most else f"{text[: most - 1]}…"
-
-
-def _print_table(headers: list[str], rows: list[list[str]]) -> None:
-    try:
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError:
-        widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-        for row in [headers, *rows]:
-            print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-        return
-    table = Table()
-    for position, header in enumerate(headers):
-        table.add_column(header, justify="right" if position == 3 else "left", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    Console(width=None if sys.stdout.isatty() else 160).print(table)
 
 
 def _convert(args: Namespace) -> int:
+    target = Path(os.path.abspath(args.target))
     if args.source.is_dir():
-        with _progress("converting", offline.data_bytes(args.source)) as advance:
-            offline.to_plain(args.source, args.target, args.part, advance)
+        arguments.check_checkpoint(args.source)
+        arguments.check_target_file(args.target)
+        key = args.key if args.key is not None else args.part or offline.OPTIM
+        total = offline.data_bytes(args.source)
+        with _naming(target), output.progress("converting", total) as advance:
+            conversion.to_plain(args.source, target, key, advance)
+        size = target.stat().st_size
     else:
-        with _progress("converting", args.source.stat().st_size if args.source.exists() else 0) as advance:
-            offline.from_plain(args.source, args.target, advance)
-    print(f"{args.source} -> {args.target}")
+        arguments.check_source_file(args.source)
+        arguments.check_target_directory(args.target)
+        if args.part == "model":
+            raise ValueError(f"--part model expects a checkpoint directory but {args.source} is a file. Leave it out.")
+        key = args.key if args.key is not None else conversion.WHOLE
+        with _naming(target), output.progress("converting", args.source.stat().st_size) as advance:
+            note = conversion.from_plain(args.source, target, key, advance)
+        if note:
+            output.tell(note)
+        size = offline.data_bytes(target)
+    if args.json:
+        output.print_json({"source": str(args.source), "target": str(args.target), "key": key, "bytes": size})
+    else:
+        print(f"{args.source} -> {args.target}")
     return 0
 
 
+@contextmanager
+def _naming(target: Path) -> Iterator[None]:
+    """What fails while writing is told of the target, not of a file beside it that nobody asked for."""
+    try:
+        yield
+    except OSError as error:
+        beside = error.filename is None or f".{target.name}." in str(error.filename)
+        if error.strerror and beside:
+            raise OSError(error.errno, error.strerror, str(target)) from error
+        raise
+
+
 def _verify(args: Namespace) -> int:
+    arguments.check_checkpoint(args.directory)
     try:
         total = offline.data_bytes(args.directory)
-    except OSError:  # a file is missing: that is what will be told
+    except (CheckpointError, OSError):  # that is what will be told
         total = 0
-    with _progress("verifying", total) as advance:
+    with output.progress("verifying", total) as advance:
         problems = offline.problems(args.directory, advance)
     for problem in problems:
-        print(f"shardstep: {problem}", file=sys.stderr)
-    if not problems:
+        output.tell(problem)
+    if args.json:
+        told = {"directory": str(args.directory), "ok": not problems, "bytes": total, "problems": problems}
+        output.print_json(told)
+    elif not problems:
         print(f"{args.directory} is complete and undamaged ({total:,} bytes)")
-    return 1 if problems else 0
-
-
-@contextmanager
-def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, once the work has taken a second; a line now and then if that is no terminal."""
-    started = shown = time.monotonic()
-    done = 0
-    bar: Any = None
-
-    def advance(count: int) -> None:
-        nonlocal done, shown, bar
-        done += count
-        now = time.monotonic()
-        if now - started < _PATIENCE:
-            return
-        if bar is None:
-            bar = _rich_bar(what, total)
-        if bar is not False:
-            bar.update(bar.task_ids[0], completed=done)
-        elif now - shown > _PATIENCE:
-            shown = now
-            print(f"{what}: {done:,} of {total:,} bytes", file=sys.stderr)
-
-    try:
-        yield advance
-    finally:
-        if bar:
-            bar.stop()
-
-
-def _rich_bar(what: str, total: int) -> Any:
-    """False if there is no rich, or no terminal to draw on."""
-    try:
-        from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-    except ImportError:
-        return False
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        return False
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console)
-    bar.add_task(what, total=total)
-    bar.start()
-    return bar
+    return _DAMAGED if problems else 0
 
 
 if __name__ == "__main__":

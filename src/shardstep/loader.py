@@ -51,15 +51,15 @@ class Checkpoint:
                 put(tree, path, torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None)
         return tree
 
-    def read_into(self, form: dict[str, Any]) -> None:
+    def read_into(self, form: dict[str, Any], planner: SafeLoadPlanner | None = None) -> None:
         """Fill a tree of tensors (or shards, or None for what is no tensor) with what is under the same keys."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=NO_DIST_WARNING)
             try:
-                dcp.load(form, storage_reader=self.reader, planner=SafeLoadPlanner(), no_dist=True)
+                dcp.load(form, storage_reader=self.reader, planner=planner or SafeLoadPlanner(), no_dist=True)
             except CheckpointException as wrapped:
                 error = next(iter(wrapped.failures.values()))[0]
-                if isinstance(error, (CheckpointError, MemoryError, torch.OutOfMemoryError)):
+                if isinstance(error, (CheckpointError, MemoryError, torch.OutOfMemoryError, KeyboardInterrupt)):
                     raise error from None
                 raise CheckpointError(f"{self.directory} cannot be read: {error}") from error
 
