@@ -12,6 +12,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import warnings
 import zipfile
 from importlib.metadata import version
 from pathlib import Path
@@ -67,6 +68,12 @@ def place(tmp_path) -> Path:
     (tmp_path / "full" / "notes.txt").write_text("text")
     os.mkfifo(tmp_path / "fifo")
     return tmp_path
+
+
+def save_with_dcp(form: dict[str, Any], directory: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # that this process is alone; it would be on standard error, too
+        dcp.save(form, checkpoint_id=directory, no_dist=True)
 
 
 def everything_in(directory: Path) -> dict[str, float]:
@@ -138,7 +145,7 @@ def test_a_relative_path_is_told_as_it_was_typed(place, capsys, monkeypatch) -> 
 
 def test_of_checkpoints_that_dcp_wrote_the_youngest_is_suggested(tmp_path, capsys) -> None:
     for age, name in enumerate(("b", "c", "a")):
-        dcp.save({"x": torch.ones(2)}, checkpoint_id=tmp_path / name, no_dist=True)
+        save_with_dcp({"x": torch.ones(2)}, tmp_path / name)
         os.utime(tmp_path / name / ".metadata", (1e9 - age, 1e9 - age))
     assert cli.main(["inspect", str(tmp_path)]) == 2
     assert f"the newest is {tmp_path / 'b'}" in the_line(capsys.readouterr().err)
@@ -357,7 +364,7 @@ def test_inspect_shows_the_beginning_of_long_values(hidden, with_extra, capsys, 
 
 
 def test_inspect_shows_the_rest_of_a_checkpoint_with_something_that_only_code_could_read(tmp_path, capsys) -> None:
-    dcp.save({"app": {"path": Path("x"), "step": 7}}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    save_with_dcp({"app": {"path": Path("x"), "step": 7}}, tmp_path / "dcp")
     assert cli.main(["inspect", str(tmp_path / "dcp"), "--json"]) == 0
     values = {entry["key"]: entry["value"] for entry in json.loads(capsys.readouterr().out)["entries"]}
     assert values == {"app.path": "(not plain data)", "app.step": 7}
@@ -432,7 +439,7 @@ def assert_loads_as(file: Path, expected: torch.optim.Optimizer) -> None:
 @pytest.mark.parametrize("outer", ["app", "app.v1"])
 def test_convert_takes_an_optimizer_that_lies_deeper(outer, tmp_path, capsys) -> None:
     model, optimizer = trained()
-    dcp.save({outer: AppState(model, optimizer)}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    save_with_dcp({outer: AppState(model, optimizer)}, tmp_path / "dcp")
     directory, file = str(tmp_path / "dcp"), tmp_path / "out.pt"
     assert cli.main(["convert", directory, str(file)]) == 2
     told = the_line(capsys.readouterr().err)
@@ -455,7 +462,7 @@ def test_convert_takes_an_optimizer_that_lies_deeper(outer, tmp_path, capsys) ->
 
 def test_convert_takes_an_optimizer_that_is_everything(tmp_path, capsys) -> None:
     model, optimizer = trained()
-    dcp.save(get_optimizer_state_dict(model, optimizer), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    save_with_dcp(get_optimizer_state_dict(model, optimizer), tmp_path / "dcp")
     assert cli.main(["convert", str(tmp_path / "dcp"), str(tmp_path / "out.pt")]) == 2
     assert the_line(capsys.readouterr().err).endswith("pass --key .")
     assert cli.main(["convert", str(tmp_path / "dcp"), str(tmp_path / "out.pt"), "--key", "."]) == 0
@@ -474,7 +481,7 @@ def test_a_key_that_is_not_there_is_told_with_those_that_are(place, capsys) -> N
 def test_a_flattened_optimizer_is_refused_with_what_reads_it(tmp_path, capsys) -> None:
     model, optimizer = trained()
     state = AppState(model, optimizer, flatten_optimizer_state_dict=True)
-    dcp.save({"app": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    save_with_dcp({"app": state}, tmp_path / "dcp")
     assert cli.main(["convert", str(tmp_path / "dcp"), str(tmp_path / "out.pt"), "--key", "app.optim"]) == 2
     assert "set_optimizer_state_dict" in the_line(capsys.readouterr().err)
 
