@@ -35,7 +35,8 @@ ARROWS = {
     "buckets": {"collectives", "hostmemory", "layout"},
     "groups": {"codec", "layout", "local"},
     "uneven": {"codec", "collectives", "layout", "local"},
-    "norms": {"collectives"},
+    "reads": {"agreement", "collectives"},
+    "norms": {"reads"},
     "hooks": set(),
     "sharded_gradient": set(),
     "state_shard": {"boxes"},
@@ -58,7 +59,7 @@ ARROWS = {
     "sharded_form": {"codec", "layout", "local", "naming", "placement", "state", "state_shard", "subclasses"},
     "dcp_bridge": {"codec", "collectives"},
     "stepping": {"agreement", "buckets", "hostmemory", "local", "placement"},
-    "gradients": {"collectives", "layout", "norms", "placement", "sharded_gradient"},
+    "gradients": {"collectives", "layout", "norms", "placement", "reads", "sharded_gradient"},
     "parcels": {"agreement", "collectives", "gradients", "hostmemory", "reduction"},
     "rounds": {"agreement", "collectives", "gradients", "groups", "hooks", "parcels", "sharded_gradient"},
     "clipping": {"gradients", "norms"},
@@ -85,6 +86,7 @@ ARROWS = {
         "lazy",
         "local",
         "placement",
+        "reads",
         "replicas",
         "report",
         "rounds",
@@ -284,6 +286,12 @@ def test_what_is_loaded_is_loaded_with_weights_only(module):
     for call in calls:
         if ast.unparse(call.func) == "torch.load":
             assert "weights_only=True" in [ast.unparse(keyword) for keyword in call.keywords], f"line {call.lineno}"
+
+
+@pytest.mark.parametrize("module", ["safe_metadata", "manifest", "file_reader", "torch_file", "subclasses", "codec"])
+def test_what_reads_other_peoples_files_does_not_check_them_with_assert(module):
+    """``python -O`` leaves asserts out."""
+    assert not [node.lineno for node in ast.walk(tree_of(MODULES[module])) if isinstance(node, ast.Assert)]
 
 
 @pytest.mark.parametrize("module", PICKLE_USERS)

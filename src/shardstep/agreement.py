@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cached_property
 from typing import NamedTuple
 
 from shardstep.collectives import Group
+
+# Seconds within which ranks that are in the same collective see it fail.
+_SAME_TIME = 2.0
 
 # What a rank states: in order, a subject ("parameter 3 ('head.weight')") and its fields.
 Facts = Sequence[tuple[str, Mapping[str, str]]]
@@ -124,6 +128,34 @@ class Board:
                     what = f"failed in {entry['call']}: {entry['error']}"
                 found.append(f"rank {rank} {what}" + (f" ({entry['note']})" if entry.get("note") else ""))
         return "; ".join(found)
+
+    def absence(self, call: str, error: BaseException) -> str:
+        """What to say after the collective that ``call`` consists of has failed here: who was not in it.
+
+        Everybody who was fails as well, at nearly the same time, and leaves a word on the store.
+        """
+        store, rank = self._group.store, self._group.rank
+        others = [other for other in range(self._group.world_size) if other != rank]
+        keys = {other: f"shardstep/{self._instance}/stuck/{other}" for other in others}
+        try:
+            store.set(f"shardstep/{self._instance}/stuck/{rank}", call)
+            deadline = time.monotonic() + _SAME_TIME
+            while time.monotonic() < deadline and not store.check(list(keys.values())):
+                time.sleep(0.02)
+            there = {other: store.get(key).decode() for other, key in keys.items() if store.check([key])}
+            elsewhere = [f"rank {other} was in {where}" for other, where in there.items() if where != call]
+            waiting = self.explain()
+        except RuntimeError:  # the store is gone with its host: the first error is all there is to tell
+            return f"{call} failed: {error}"
+        absent = [other for other in others if there.get(other) != call]
+        if not absent:
+            return f"{call} failed, on every rank: {error}"
+        meanwhile = "; ".join([*elsewhere, *([waiting] if waiting else [])])
+        return (
+            f"{call} expects a call on every rank of the group, but {_ranks(absent)} did not take part"
+            + (f" ({meanwhile})" if meanwhile else "")
+            + f", so it failed: {error}. Call it on all {self._group.world_size} ranks, in the same order."
+        )
 
     def note(self, text: str) -> None:
         """Say why this rank calls the next meeting, for messages here and on other ranks."""

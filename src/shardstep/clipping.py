@@ -38,7 +38,7 @@ def clip(
     if sharded is None:
         norm = local_norm(gradients, order, like.device, wide)
     else:
-        norm = norm_over_ranks(sharded.group, gradients, order, like.device, wide)
+        norm = norm_over_ranks(sharded.reads, "clip_grad_norm_", gradients, order, like.device, wide)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"clip_grad_norm_ expects a finite norm but the norm of order {order:g} of all gradients is {norm.item()}. "

@@ -304,12 +304,6 @@ def all_gather_rows(group: Group, row: Tensor) -> Tensor:
     return rows.to(row.device)
 
 
-def reduce_max(group: Group, tensor: Tensor) -> None:
-    """The largest of everybody's values, in place, on every rank. In stream order on an accelerator."""
-    if group.world_size > 1:
-        tensor.copy_(all_gather_rows(group, tensor.reshape(-1)).amax(0).view_as(tensor))
-
-
 def copy_from_rank_0(group: Group, tensors: Sequence[Tensor]) -> None:
     """Give all ranks rank 0's values."""
     with torch.no_grad():

@@ -18,6 +18,7 @@ from shardstep.collectives import Group
 from shardstep.layout import Bucket, Piece
 from shardstep.norms import norm_over_ranks
 from shardstep.placement import Placement
+from shardstep.reads import Reads
 from shardstep.sharded_gradient import ShardedGradient
 
 
@@ -67,9 +68,12 @@ class GradientShards:
     ``bring_in`` is called before they are used: it ends the reductions that are under way (collective).
     """
 
-    def __init__(self, placement: Placement, group: Group, side: Group, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self, placement: Placement, group: Group, side: Group, reads: Reads, dtype: torch.dtype | None
+    ) -> None:
         self.placement = placement
         self.group = group
+        self.reads = reads
         self.side = side  # reductions have a process group of their own, see docs/design.md
         self.buckets: list[BucketGradients] = []
         self.bring_in: Callable[[], None] = lambda: None
@@ -187,7 +191,8 @@ class GradientShards:
         local = self.local(index)
         pieces = [] if local is None else [local]
         wide = torch.float64 if dtype.to_real() == torch.float64 else torch.float32
-        return norm_over_ranks(self.group, pieces, order, self._stand_ins[index].device, wide).to(dtype)
+        what = f"the norm of the gradient of {self.placement.layout.spec_of[index].label}"
+        return norm_over_ranks(self.reads, what, pieces, order, self._stand_ins[index].device, wide).to(dtype)
 
     def unscale(self, like: Tensor, found_inf: Tensor, inverse_scale: Tensor) -> None:
         if self.announce_unscaling is not None:
@@ -205,4 +210,5 @@ class GradientShards:
                 shards.append(state.shard)
         if shards:
             torch._amp_foreach_non_finite_check_and_unscale_(shards, found_inf, inverse_scale)
-        collectives.reduce_max(self.group, found_inf)
+        found = self.reads.gather("unscaling the gradients (GradScaler)", found_inf.view(()))
+        found_inf.copy_(found.amax().view_as(found_inf))

@@ -7,19 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardstep import collectives
-from shardstep.collectives import Group
+from shardstep.reads import Reads
 
 
 def norm_over_ranks(
-    group: Group, tensors: Sequence[Tensor], order: float, device: torch.device, wide: torch.dtype
+    reads: Reads, what: str, tensors: Sequence[Tensor], order: float, device: torch.device, wide: torch.dtype
 ) -> Tensor:
     """The norm of everything that the ranks hold together, added up in ``wide``: 0-dim, the same bits on every rank.
 
-    Collective. A rank may hold nothing.
+    Collective. A rank may hold nothing. ``what``: what is asked for, the same on every rank.
     """
-    rows = collectives.all_gather_rows(group, local_norm(tensors, order, device, wide).view(1))
-    return torch.linalg.vector_norm(rows.view(-1), order)
+    norms = reads.gather(what, local_norm(tensors, order, device, wide))
+    return torch.linalg.vector_norm(norms, order)
 
 
 def local_norm(tensors: Sequence[Tensor], order: float, device: torch.device, wide: torch.dtype) -> Tensor:

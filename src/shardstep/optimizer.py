@@ -20,6 +20,7 @@ from shardstep.layout import Layout
 from shardstep.lazy import LazyGathers
 from shardstep.local import copy_options
 from shardstep.placement import Placement
+from shardstep.reads import Reads
 from shardstep.report import MemoryReport
 from shardstep.rounds import Meeting, ReduceSettings, Rounds
 from shardstep.sharded_state import ShardedState
@@ -365,10 +366,13 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
                 "broadcast_buffers expects all ranks to call it, but in a Join context some may have run out of "
                 "inputs. Call it before or after."
             )
-        collectives.copy_from_rank_0(self._group, list(model.buffers()))
+        try:
+            collectives.copy_from_rank_0(self._group, list(model.buffers()))
+        except RuntimeError as error:
+            raise RuntimeError(self._board.absence("broadcast_buffers", error)) from error
 
     def _reduce_gradients(self, side: collectives.Group, settings: ReduceSettings) -> tuple[GradientShards, Rounds]:
-        shards = GradientShards(self._placed, self._group, side, settings.reduce_dtype)
+        shards = GradientShards(self._placed, self._group, side, Reads(self._group, self._board), settings.reduce_dtype)
         me = weakref.proxy(self)
         rounds = Rounds(shards, self._board, settings, lambda given_up, sent: me._meet_for_round(given_up, sent))
         bound = weakref.proxy(rounds)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
 
@@ -150,23 +150,34 @@ def loads(data: bytes, path: Any) -> Any:
 
 
 def _check_fields(found: metadata.Metadata, path: Any) -> None:
-    """That what is used of the records is there and of its type."""
+    """That what is used of the records is there and of its type. (No assert: ``python -O`` leaves those out.)"""
     try:
-        for entry in found.state_dict_metadata.values():
-            if isinstance(entry, metadata.TensorStorageMetadata):
-                assert isinstance(entry.properties.dtype, torch.dtype)
-                sizes = [entry.size, *(size for chunk in entry.chunks for size in (chunk.offsets, chunk.sizes))]
-                assert all(isinstance(size, torch.Size) for size in sizes)
-            else:
-                assert isinstance(entry, metadata.BytesStorageMetadata)
-        for key, place in (found.planner_data or {}).items():  # where it stood in the dict that was saved
-            assert isinstance(place, tuple)
-            assert key not in found.state_dict_metadata or ".".join(map(str, place)) == key
-        assert found.planner_data is None or found.state_dict_metadata.keys() <= found.planner_data.keys()
-        for index, info in found.storage_data.items():
-            assert isinstance(index, metadata.MetadataIndex)
-            assert isinstance(info.relative_path, str)
-            assert info.offset >= 0
-            assert info.length >= 0
-    except (AssertionError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path} expects the metadata of a DCP checkpoint, but a part of it is wrong.") from error
+        problem = next(_problems(found), None)
+    except (AttributeError, TypeError, ValueError) as error:  # a record lacks a field, or has another kind of value
+        problem = str(error)
+    if problem is not None:
+        raise CheckpointError(f"{path} expects the metadata of a DCP checkpoint, but a part of it is wrong: {problem}.")
+
+
+def _problems(found: metadata.Metadata) -> Iterator[str]:
+    entries, paths = found.state_dict_metadata, found.planner_data
+    for key, entry in entries.items():
+        if isinstance(entry, metadata.TensorStorageMetadata):
+            if not isinstance(entry.properties.dtype, torch.dtype):
+                yield f"{key} has no dtype"
+            sizes = [entry.size, *(size for chunk in entry.chunks for size in (chunk.offsets, chunk.sizes))]
+            if not all(isinstance(size, torch.Size) and min(size, default=0) >= 0 for size in sizes):
+                yield f"{key} has no size, or a chunk of it has none"
+        elif not isinstance(entry, metadata.BytesStorageMetadata):
+            yield f"{key} is neither a tensor nor a value"
+    if paths is not None:  # where each entry stood in the dict that was saved
+        for key, place in paths.items():
+            if not isinstance(place, tuple) or (key in entries and ".".join(map(str, place)) != key):
+                yield f"{key} has another place in the dict that was saved"
+        if not entries.keys() <= paths.keys():
+            yield "an entry has no place in the dict that was saved"
+    for index, info in found.storage_data.items():
+        if not isinstance(index, metadata.MetadataIndex) or not isinstance(info.relative_path, str):
+            yield "an item has no key or no file"
+        if type(info.offset) is not int or type(info.length) is not int or min(info.offset, info.length) < 0:
+            yield f"{index.fqn} has no place in its file"

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 # Tensors that are not in host memory pass through it in parts of this size.
 WINDOW_BYTES = 16 * 2**20
@@ -74,11 +75,11 @@ def frame_of(shape: tuple[int, ...], dtype: torch.dtype) -> Frame:
     beyond = ends.size - len(last)  # where ``last`` begins in the file
     entry = _entry_of_the_elements(last)
     (header,) = struct.unpack_from("<I", last, entry + 42)
-    assert first[header : header + 4] == _LOCAL
+    _check(first[header : header + 4] == _LOCAL)
     name_bytes, extra_bytes = struct.unpack_from("<HH", first, header + 26)
     start = header + 30 + name_bytes + extra_bytes
     descriptor = start + tensor.nbytes - beyond
-    assert last[descriptor : descriptor + 4] == _DESCRIPTOR
+    _check(last[descriptor : descriptor + 4] == _DESCRIPTOR)
     tail = bytearray(last[descriptor:])
     positions = (4, entry - descriptor + 16)
     for position in positions:
@@ -100,6 +101,11 @@ def _entry_of_the_elements(last: bytes) -> int:
     raise ValueError("torch.save expects to write a record 'data/0' but did not. This version of torch is unknown.")
 
 
+def _check(found: bool) -> None:
+    if not found:
+        raise ValueError("torch.save expects to write a zip archive but did not. This version of torch is unknown.")
+
+
 def patch_checksums(path: Path, checksums: Mapping[int, int]) -> None:
     """Enter the checksums of records that were filled in later: by where in torch's archive their bytes begin."""
     with zipfile.ZipFile(path) as archive:
@@ -111,7 +117,7 @@ def patch_checksums(path: Path, checksums: Mapping[int, int]) -> None:
             begin = record.header_offset + 30 + sum(struct.unpack("<HH", stream.read(4)))
             stream.seek(position)
             entry = stream.read(46)
-            assert entry[:4] == _CENTRAL
+            _check(entry[:4] == _CENTRAL)
             if begin in checksums:
                 packed = struct.pack("<I", checksums[begin])
                 stream.seek(position + 16)
@@ -128,9 +134,12 @@ def bytes_in(shape: tuple[int, ...], dtype: torch.dtype) -> int:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, where they are."""
-    assert tensor.is_contiguous()
-    assert tensor.device.type == "cpu"
+    """The bytes of a contiguous CPU tensor, where they are. TypeError for anything else: it would read wild memory."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or is_traceable_wrapper_subclass(tensor):
+        raise TypeError(
+            f"expects a plain contiguous tensor in host memory but got a {type(tensor).__qualname__} on "
+            f"{tensor.device} with strides {tuple(tensor.stride())}"
+        )
     if tensor.nbytes == 0:
         return memoryview(bytearray())
     array = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())

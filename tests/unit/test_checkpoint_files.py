@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import struct
+import subprocess
 import sys
 import warnings
 import zipfile
@@ -546,6 +547,33 @@ def test_metadata_that_makes_no_sense_is_a_checkpoint_error(kind: str, tmp_path:
     (path / manifests.METADATA_NAME).write_bytes(pickle.dumps(ODD_METADATA[kind]))
     with pytest.raises(CheckpointError, match=str(path)):
         loaded(path)
+
+
+def test_metadata_is_checked_under_python_O_too(tmp_path: Path) -> None:
+    """``python -O`` leaves asserts out, so the checks must not be asserts. One process, every kind of nonsense."""
+    for position, kind in enumerate(ODD_METADATA):
+        (tmp_path / str(position)).write_bytes(pickle.dumps(ODD_METADATA[kind]))
+    (tmp_path / "good").write_bytes(pickle.dumps(good_metadata()))
+    code = """
+import sys
+from pathlib import Path
+from shardstep import safe_metadata
+from shardstep.manifest import CheckpointError
+if __debug__:
+    sys.exit("asserts are on")
+for path in sorted(Path(sys.argv[1]).iterdir()):
+    try:
+        safe_metadata.loads(path.read_bytes(), path)
+    except CheckpointError as error:
+        print("refused", path.name, error)
+    else:
+        print("taken", path.name)
+"""
+    done = subprocess.run([sys.executable, "-O", "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    taken = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("taken")]
+    harmless = [str(position) for position, kind in enumerate(ODD_METADATA) if kind == "places of nothing"]
+    assert sorted(taken) == sorted([*harmless, "good"]), done.stdout  # (that one is noticed when an item is read)
 
 
 def test_truncated_and_flipped_metadata_is_a_checkpoint_error_or_metadata(tmp_path: Path) -> None:
