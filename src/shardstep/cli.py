@@ -8,6 +8,7 @@ import sys
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -106,6 +107,15 @@ def _add_convert(convert: ArgumentParser) -> None:
         help="where it lies in DIR or in.pt, if not where it usually does: app.optim for {'app': {'optim': ...}}, a "
         "dot for all of it. An optimizer becomes a plain state dict; anything else (app.model) is written as it was",
     )
+    convert.add_argument(
+        "--import",
+        dest="imports",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="import it first: in.pt may hold tensors of its classes, if it tells torch that they are safe to load "
+        "(torchao.optim does). Never imported because a file says so",
+    )
     convert.set_defaults(run=_convert)
 
 
@@ -127,6 +137,8 @@ def _inspect(args: Namespace) -> int:
 
 
 def _convert(args: Namespace) -> int:
+    for module in args.imports:
+        _import(module)
     target = Path(os.path.abspath(args.target))
     if args.source.is_dir():
         arguments.check_checkpoint(args.source)
@@ -134,7 +146,7 @@ def _convert(args: Namespace) -> int:
         key = args.key if args.key is not None else args.part or offline.OPTIM
         total = offline.data_bytes(args.source)
         with _naming(target), output.progress("converting", total) as advance:
-            conversion.to_plain(args.source, target, key, advance)
+            note = conversion.to_plain(args.source, target, key, advance)
         size = target.stat().st_size
     else:
         arguments.check_source_file(args.source)
@@ -144,14 +156,21 @@ def _convert(args: Namespace) -> int:
         key = args.key if args.key is not None else conversion.WHOLE
         with _naming(target), output.progress("converting", args.source.stat().st_size) as advance:
             note = conversion.from_plain(args.source, target, key, advance)
-        if note:
-            output.tell(note)
         size = offline.data_bytes(target)
+    if note:
+        output.tell(note)
     if args.json:
         output.print_json({"source": str(args.source), "target": str(args.target), "key": key, "bytes": size})
     else:
         print(f"{args.source} -> {args.target}")
     return 0
+
+
+def _import(module: str) -> None:
+    try:
+        import_module(module)
+    except ImportError as error:
+        raise ValueError(f"--import expects a module that can be imported but got {module!r}: {error}.") from error
 
 
 @contextmanager

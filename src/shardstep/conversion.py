@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from shardstep import keys
+from shardstep import keys, subclasses
 from shardstep.agreement import Board
 from shardstep.collectives import alone
 from shardstep.file_reader import put
@@ -22,10 +23,9 @@ from shardstep.keys import WHOLE, key_of
 from shardstep.loader import OPTIM, Checkpoint
 from shardstep.manifest import CheckpointError
 from shardstep.saver import Contribution, Saving
-from shardstep.saving import MARK
+from shardstep.saving import MARK, recipients
 from shardstep.sharded_form import map_leaves
 from shardstep.state_shard import shard_of_range, shard_of_whole
-from shardstep.subclasses import opened
 from shardstep.torch_file import WINDOW_BYTES, bytes_in, memory_of, patch_checksums
 
 __all__ = ["WHOLE", "from_plain", "to_plain"]
@@ -36,7 +36,7 @@ Progress = Callable[[int], None]  # called with bytes done
 # --- to a plain file ----------------------------------------------------------------------------------------------
 
 
-def to_plain(directory: Path, target: Path, key: str, progress: Progress) -> None:
+def to_plain(directory: Path, target: Path, key: str, progress: Progress) -> str:
     """Write one plain state dict, as ``torch.save(optimizer.state_dict(), target)`` would, without holding it.
 
     A skeleton of the file is written first, with holes for the tensors; then they are filled in, part by part. No more
@@ -45,6 +45,9 @@ def to_plain(directory: Path, target: Path, key: str, progress: Progress) -> Non
     Args:
         key: under which it lies. An optimizer gets torch's plain form, with positions for names; anything else is
             written as it was saved. ValueError if there is nothing, or an optimizer only deeper.
+
+    Returns:
+        What should be known about it, if anything.
     """
     checkpoint = Checkpoint(directory)
     root = _root_in(checkpoint, key)
@@ -61,6 +64,13 @@ def to_plain(directory: Path, target: Path, key: str, progress: Progress) -> Non
         os.replace(beside, target)
     finally:
         beside.unlink(missing_ok=True)
+    if any(path[-1] == subclasses.MARK for path in checkpoint.paths.values() if path[: len(root)] == root):
+        return (
+            f"{directory} holds state of tensor subclasses (quantized state, say), which needs their classes. {target} "
+            "has the plain tensors that it consists of: ZeroRedundancyOptimizer.load_state_dict takes them. A plain "
+            "optimizer loads the directory itself: shardstep.checkpoint.load."
+        )
+    return ""
 
 
 def _root_in(checkpoint: Checkpoint, key: str) -> keys.Path:
@@ -243,7 +253,12 @@ def from_plain(source: Path, directory: Path, key: str, progress: Progress) -> s
     try:
         form = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch.load raises anything for a file that is none of its own
-        reason = (str(error).splitlines() or [repr(error)])[0]
+        named = re.search(r"GLOBAL ((?:\w+\.)+)(\w+)", str(error))
+        if named is None:
+            reason = (str(error).splitlines() or [repr(error)])[0]
+        else:
+            module = ".".join(named[1].split(".")[:2])
+            reason = f"it holds a {named[1]}{named[2]}. If you trust that package, pass --import {module}."
         raise CheckpointError(f"{source} cannot be read as plain data that torch.save wrote: {reason}") from error
     form = _optimizer_in(form, source, key)
     group = alone()
@@ -267,10 +282,9 @@ def _optimizer_in(whole: Any, source: Path, key: str) -> Mapping[str, Any]:
     for part in root:
         form = form[part]
     if isinstance(form, Mapping) and MARK in form:
-        ranks = form[MARK] if isinstance(form[MARK], (list, tuple)) else [form[MARK]]
         raise CheckpointError(
-            f"{source} expects the full state but was saved on a rank that did not receive it. Convert what rank "
-            f"{' or '.join(map(str, ranks))} saved, to which the state was consolidated."
+            f"{source} expects the full state but was saved on a rank that did not receive it. Convert what "
+            f"{recipients(form)} saved, to which the state was consolidated."
         )
     if not _is_state_dict(form):
         others = keys.optimizer_roots(paths)
@@ -325,7 +339,10 @@ class _PlainContribution(Contribution):
             }
             for group in form["param_groups"]
         ]
-        state = {names.get(key, str(key)): map_leaves(opened(entry), _whole) for key, entry in form["state"].items()}
+        state = {
+            names.get(key, str(key)): map_leaves(subclasses.opened(entry), _whole)
+            for key, entry in form["state"].items()
+        }
         self.form = {OPTIM: {"state": state, "param_groups": groups}}
         self.shapes = {}
 

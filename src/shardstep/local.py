@@ -69,10 +69,11 @@ def run_step(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """For trying out an optimizer: in this context it draws no random numbers from the program's, and warns nobody."""
+    """For trying out an optimizer: it draws none of the program's random numbers, compiles nothing, and warns nobody."""
     devices = [device] if device.type != "cpu" else []
     device_type = device.type if devices else "cuda"
-    with torch.random.fork_rng(devices, device_type=device_type), warnings.catch_warnings():
+    random = torch.random.fork_rng(devices, device_type=device_type)
+    with torch.compiler.set_stance("force_eager"), random, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 

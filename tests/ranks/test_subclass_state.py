@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ TORCHAO = ["AdamW8bit", "AdamW4bit", "AdamWFp8"]
 def optimizer_class(name: str) -> type[torch.optim.Optimizer]:
     if name == "PackedMomentum":
         return PackedMomentum
-    torch._dynamo.config.disable = True  # torchao compiles its step, a minute for each: the same code runs as it is
+    torch.compiler.set_stance("force_eager")  # torchao compiles its step, half a minute for each shape
     import torchao.optim
 
     return getattr(torchao.optim, name)
@@ -136,6 +138,29 @@ def _alone(name: str) -> tuple[None, None, Any, Any]:
     plain = optimizer_class(name)(theirs, lr=0.01)
     train(plain, theirs, range(3))
     return None, None, theirs, plain
+
+
+def test_a_file_of_torchao_is_converted_with_its_module_imported_and_refused_without(tmp_path):
+    """In processes of their own: the class is known only where it was imported."""
+    pytest.importorskip("torchao")
+    _, _, _, plain = _alone("AdamW8bit")
+    torch.save(plain.state_dict(), tmp_path / "ao.state")
+
+    def convert(*more: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", "shardstep.cli", "convert", str(tmp_path / "ao.state"), str(tmp_path / "ao")]
+        return subprocess.run([*command, *more], capture_output=True, text=True)
+
+    done = convert()
+    assert done.returncode == 1
+    assert "OptimState8bit" in done.stderr
+    assert "--import torchao.optim" in done.stderr
+    assert convert("--import", "no.such.module").returncode == 2
+    done = convert("--import", "torchao.optim")
+    assert done.returncode == 0, done.stderr
+    params = [torch.nn.Parameter(torch.zeros(shape)) for shape in SHAPES]
+    fresh = optimizer_class("AdamW8bit")(params, lr=0.01)
+    checkpoint.load(tmp_path / "ao", fresh)
+    same_state(fresh.state_dict()["state"], plain.state_dict()["state"], "converted")
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
