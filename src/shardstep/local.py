@@ -69,7 +69,7 @@ def run_step(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """For trying out an optimizer: it draws none of the program's random numbers, compiles nothing, and warns nobody."""
+    """For trying out an optimizer: it draws none of the program's random numbers, compiles nothing, warns nobody."""
     devices = [device] if device.type != "cpu" else []
     device_type = device.type if devices else "cuda"
     random = torch.random.fork_rng(devices, device_type=device_type)
