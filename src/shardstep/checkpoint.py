@@ -267,8 +267,13 @@ def _facts(
         "model": str("model" in contribution.form),
         "names": str(list(contribution.shapes)),
     }
+    # What users set. What a step writes may differ where a rank has no parameter of a group.
+    known = holder.optimizer.defaults
     groups = [
-        (f"parameter group {position}", {key: option_text(value) for key, value in sorted(options_of(group).items())})
+        (
+            f"parameter group {position}",
+            {key: option_text(value) for key, value in sorted(options_of(group).items()) if key in known},
+        )
         for position, group in enumerate(holder.optimizer.param_groups)
     ]
     return [("argument", arguments), *groups]

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 _PLAIN = (type(None), bool, int, float, str)
+_COLLECTIONS = {"list": list, "tuple": tuple, "set": set}
 
 
 def encode(value: Any, lift: Callable[[Tensor], int]) -> Any:
     """``value`` as JSON data. Each tensor is given to ``lift`` and stands as the number it returns.
 
-    TypeError for anything but None, numbers, strings, lists, tuples, dicts, dtypes, devices and tensors.
+    TypeError for anything but None, numbers, strings, lists, tuples, sets, dicts, dtypes, devices and tensors.
     """
     if isinstance(value, Tensor):
         return {"tensor": lift(value)}
@@ -26,12 +27,14 @@ def encode(value: Any, lift: Callable[[Tensor], int]) -> Any:
         return {"dict": [[encode(k, lift), encode(v, lift)] for k, v in value.items()]}
     if isinstance(value, (list, tuple)):
         return {type_name(value): [encode(item, lift) for item in value]}
+    if type(value) is set:
+        return {"set": sorted((encode(item, lift) for item in value), key=repr)}
     if isinstance(value, torch.dtype):
         return {"dtype": dtype_name(value)}
     if isinstance(value, torch.device):
         return {"device": str(value)}
     raise TypeError(
-        f"expects numbers, strings, lists, tuples, dicts and tensors but got {type(value).__qualname__}. "
+        f"expects numbers, strings, lists, tuples, sets, dicts and tensors but got {type(value).__qualname__}. "
         "Nothing else is sent between ranks, because it would have to be unpickled."
     )
 
@@ -45,9 +48,8 @@ def decode(data: Any, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> Any:
         return tensors[content]
     if kind == "dict":
         return {decode(k, tensors): decode(v, tensors) for k, v in content}
-    if kind in ("list", "tuple"):
-        items = [decode(item, tensors) for item in content]
-        return items if kind == "list" else tuple(items)
+    if kind in _COLLECTIONS:
+        return _COLLECTIONS[kind](decode(item, tensors) for item in content)
     if kind == "dtype":
         return dtype_of(content)
     return torch.device(content)

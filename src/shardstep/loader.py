@@ -204,7 +204,8 @@ class Loading:
                 misshapen = len(differences.misshapen)
                 for path, entry in entries.items():
                     like = placement.shard.tensors[index]
-                    put(state[name], path, _target(entry, like, spec, piece, differences, name))
+                    # With keys that are no texts the state of a parameter is one value.
+                    put(state, (name, *path), _target(entry, like, spec, piece, differences, name))
                 if len(differences.misshapen) > misshapen:  # a part of a state is no state
                     state[name] = {}
         of_parameters = {*names.values(), *shapes, *(name for group in groups for name in group["params"])}

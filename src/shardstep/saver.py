@@ -37,6 +37,11 @@ CALL = "checkpoint.save"
 _log = logging.getLogger("shardstep")
 
 
+def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Without the classes and functions among them: an optimizer that is built has its own."""
+    return {key: value for key, value in group.items() if not callable(value)}
+
+
 class Contribution:
     """What one rank saves: its own dict for DCP, and what must be known to make one checkpoint of all."""
 
@@ -51,7 +56,7 @@ class Contribution:
         _keep_what_this_rank_writes(form["state"], holder)
         form["state"] = {name: _leaved(entry) for name, entry in form["state"].items()}
         if first:
-            form["param_groups"] = [_with_leaves(group) for group in form["param_groups"]]
+            form["param_groups"] = [_with_leaves(_plain_options(group)) for group in form["param_groups"]]
         self.form: dict[str, Any] = {"optim": form}
         if model is not None:
             self.form["model"] = _with_leaves(_model_part(model, holder.group))

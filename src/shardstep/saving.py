@@ -79,7 +79,8 @@ def load_pieces(
     local: dict[str, Any] = {"state": dict(others), "param_groups": []}
     number = 0
     for group, chosen, indices in zip(optimizer.param_groups, options, placement.indices, strict=True):
-        form = {**chosen, "params": list(range(number, number + len(indices)))}
+        functions = {key: value for key, value in options_of(group).items() if callable(value)}  # are in no file
+        form = {**functions, **chosen, "params": list(range(number, number + len(indices)))}
         if "param_names" in group:
             form["param_names"] = list(group["param_names"])
         local["param_groups"].append(form)
