@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 _OWN_KEYS = ("params", "param_names")
 
 
-def copy_options(source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]]) -> None:
-    """Copy every option from the groups of ``source`` to those of ``target``. Deletes nothing."""
+def copy_options(
+    source: Sequence[dict[str, Any]], target: Sequence[dict[str, Any]], without: Container[str] = ()
+) -> None:
+    """Copy every option but those ``without`` from the groups of ``source`` to those of ``target``. Deletes nothing."""
     for from_group, to_group in zip(source, target, strict=True):
         for key, value in from_group.items():
-            if key not in _OWN_KEYS:
+            if key not in _OWN_KEYS and key not in without:
                 to_group[key] = value
 
 

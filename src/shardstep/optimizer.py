@@ -135,7 +135,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self.parameters_as_bucket_view = parameters_as_bucket_view
         self.initialized = True
         self.defaults = self.optim.defaults
-        copy_options(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups, self._placed.notes)
         mode = {"shard_gradients": str(shard_gradients), "overlap_with_ddp": str(overlap_with_ddp), **settings.facts()}
         mode |= {"broadcast_parameters": str(broadcast_parameters), "lazy_gather": str(lazy_gather)}
         self._board.agree("ZeroRedundancyOptimizer", placement.facts(self.param_groups, mode))
@@ -197,7 +197,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         except GatherFailed as error:
             self._note_failed_gather(error)
             raise
-        copy_options(self.optim.param_groups, self.param_groups)
+        copy_options(self.optim.param_groups, self.param_groups, self._placed.notes)
         self._end_step()
         return loss
 
@@ -462,7 +462,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
                 given = dict(group)
                 super().add_param_group(group)
                 placement.extend(self.optim, self.param_groups, granularity, given)
-            copy_options(self.optim.param_groups[count:], self.param_groups[count:])
+            copy_options(self.optim.param_groups[count:], self.param_groups[count:], placement.notes)
             self._board.agree("add_param_group", placement.facts(self.param_groups))
         except BaseException:
             del self.param_groups[count:]
@@ -548,7 +548,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             self._notice_changes()
             copy_options(self.param_groups, self.optim.param_groups)
             getattr(self.optim, name)()
-            copy_options(self.optim.param_groups, self.param_groups)
+            copy_options(self.optim.param_groups, self.param_groups, self._placed.notes)
             gather(self._placed, self._board)
 
         return switch

@@ -224,7 +224,7 @@ class _Iteration:
             self._gathers.finish()
             fire_post_hooks(zero.optim, self._kwargs)
         placement.shard.release_gradients()
-        copy_options(zero.optim.param_groups, zero.param_groups)
+        copy_options(zero.optim.param_groups, zero.param_groups, placement.notes)
         if self._usage is not None:
             self._usage.forget()
         zero._end_step()

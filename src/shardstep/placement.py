@@ -323,6 +323,11 @@ class Placement:
         return any(verdict.eager for verdict in self._verdicts)
 
     @property
+    def notes(self) -> set[str]:
+        """Options in which the optimizer notes which parameters it has: each rank's own."""
+        return {key for verdict in self._verdicts for key in verdict.notes}
+
+    @property
     def splits(self) -> bool:
         """Whether a step goes bucket by bucket. A rank that owns nothing active steps its empty groups once instead."""
         return self._owns_active and self.splittable
