@@ -19,6 +19,7 @@ TRANSPORTS = ("transport", "way")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "again: the same test at another number of ranks, or through shared memory")
+    config.addinivalue_line("markers", "optimizers: slow tests of optimizers of other packages: make test-optimizers")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
