@@ -71,7 +71,10 @@ def run_step(optimizer: Optimizer, closure: Callable[[], Any]) -> Any:
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """For trying out an optimizer: it draws none of the program's random numbers, compiles nothing, warns nobody."""
+    """For trying out an optimizer: it draws none of the program's random numbers, compiles nothing, warns nobody.
+
+    Optimizers that compile their steps would do so for every shape that is tried, which takes minutes.
+    """
     devices = [device] if device.type != "cpu" else []
     device_type = device.type if devices else "cuda"
     random = torch.random.fork_rng(devices, device_type=device_type)

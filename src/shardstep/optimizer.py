@@ -169,7 +169,9 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         this only runs the closure, if there is one.
         """
         if self._status.steps_in_backward:
-            return closure() if callable(closure) else None
+            loss = closure() if callable(closure) else None
+            self._take_gradients()
+            return loss
         if self._rounds is None or not callable(closure):  # else the closure's backward does it first
             Join.notify_join_context(self)
         return self._step(closure, kwargs)
@@ -199,6 +201,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             raise
         copy_options(self.optim.param_groups, self.param_groups, self._placed.notes)
         self._end_step()
+        self._take_gradients()
         return loss
 
     def _update_and_gather(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
@@ -234,6 +237,11 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self._status.failure = ""
         if self._rounds is not None:
             self._rounds.stepped()
+
+    def _take_gradients(self) -> None:
+        """Some optimizers (heavyball's) set the gradients they have used to None, here those of this rank's pieces."""
+        if self._placed.consumes:
+            self.zero_grad()
 
     def _check_last_step(self) -> None:
         """After a step that failed: did the others fail with us, at the same place? Then it can go on."""

@@ -323,6 +323,11 @@ class Placement:
         return any(verdict.eager for verdict in self._verdicts)
 
     @property
+    def consumes(self) -> bool:
+        """Whether a step of the optimizer takes the gradients away."""
+        return any(verdict.consumes for verdict in self._verdicts)
+
+    @property
     def notes(self) -> set[str]:
         """Options in which the optimizer notes which parameters it has: each rank's own."""
         return {key for verdict in self._verdicts for key in verdict.notes}
@@ -393,6 +398,8 @@ class Placement:
 
     def find_state_class(self, index: int, name: str) -> type | None:
         """The tensor subclass of that name which the optimizer makes as state: of a parameter, if no other."""
+        for found in (kind for verdict in self._verdicts for kind in verdict.subclasses):
+            self._state_classes[subclasses.name_of(found)] = found
         if name not in self._state_classes:
             for found in subclasses.classes_in(self.blank_state(index, self.params[index], self._options)):
                 self._state_classes[subclasses.name_of(found)] = found

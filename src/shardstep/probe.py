@@ -13,9 +13,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -23,8 +21,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardstep.codec import encode
-from shardstep.local import options_of, run_step, step_subset
-from shardstep.sameness import MISSING, close, equal, gap, is_compound, leaves, tensors_in, told
+from shardstep.local import options_of, run_step, step_subset, undisturbed
+from shardstep.sameness import MISSING, close, equal, gap, leaves, tensors_in, told
+from shardstep.subclasses import classes_in, is_subclass, opened
 
 # Enough for what acts late: some optimizers warm up for ten steps. What diverges by then is looked at early, too.
 _STEPS = 12
@@ -102,7 +101,8 @@ def examine(
         group = {"params": list(tensors), **copy.deepcopy(options)}
         return optimizer_class([group], **copy.deepcopy(defaults))
 
-    with _unnoticed(like):
+    with undisturbed(like.device):
+        _seed(like.device)
         small = [_values(shape, like, phase) for phase, shape in enumerate(_SMALL_SHAPES)]
         large = _values(_LARGE_SHAPE, like, phase=5)
         try:
@@ -124,7 +124,7 @@ def examine(
             ) from error
         _refuse_uncarriable(name, states)
         _refuse_kept_elsewhere(name, build, form, small)
-        more = eager, together.consumes, _subclasses_in(states)
+        more = eager, together.consumes, tuple(dict.fromkeys(classes_in(states)))
         difference = _first_difference(together, _trace(build, small, _gradients()))
         if difference:
             _refuse_random(name, difference, vouched)
@@ -133,22 +133,6 @@ def examine(
         reason = next(filter(None, (_why_not_elementwise(build, like, cut) for cut in _CUTS)), "")
         splittable = not _first_difference(together, _trace(build, small, _gradients(), one_by_one=True))
     return Verdict(not reason, splittable, reason, *more, notes)
-
-
-@contextmanager
-def _unnoticed(like: Tensor) -> Iterator[None]:
-    """Random numbers are as before afterwards, and the same in every probe; nothing warns; nothing is compiled.
-
-    Optimizers that compile their steps would do so for each of the probe's shapes, which takes minutes, and what they
-    compute in a piece or a whole is the same question either way.
-    """
-    devices = [like.device] if like.device.type != "cpu" else []
-    device_type = devices[0].type if devices else "cuda"
-    with torch.random.fork_rng(devices, device_type=device_type), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        _seed(like.device)
-        with torch.compiler.set_stance("force_eager"):
-            yield
 
 
 def _seed(device: torch.device) -> None:
@@ -165,18 +149,18 @@ def _seed(device: torch.device) -> None:
 def _refuse_uncarriable(name: str, states: Sequence[dict]) -> None:
     for key, value in (item for state in states for item in state.items()):
         try:
-            encode({key: value}, lift=lambda tensor: 0)
+            encode(opened({key: value}), lift=lambda tensor: 0)
         except TypeError as error:
             raise ValueError(
                 f"{name} cannot be sharded: its state {key!r} cannot be carried to other ranks or into a checkpoint: "
                 f"it {error}"
             ) from error
         for tensor in tensors_in(value):
-            if type(tensor) not in (Tensor, torch.nn.Parameter) and not is_compound(tensor):
+            if type(tensor) not in (Tensor, torch.nn.Parameter) and not is_subclass(tensor):
                 raise ValueError(
                     f"{name} cannot be sharded: its state {key!r} cannot be carried to other ranks or into a "
                     f"checkpoint: it holds a {type(tensor).__qualname__}, which is a tensor that does not say what it "
-                    "is made of (__tensor_flatten__)."
+                    "is made of (__tensor_flatten__, __tensor_unflatten__)."
                 )
 
 
@@ -211,10 +195,6 @@ def _refuse_kept_elsewhere(name: str, build: Build, form: dict[str, Any], values
             f"param_groups, which is not carried to other ranks or into a checkpoint, and without which it goes on "
             f"otherwise ({difference})."
         )
-
-
-def _subclasses_in(states: Sequence[dict]) -> tuple[type, ...]:
-    return tuple(dict.fromkeys(type(tensor) for tensor in tensors_in(list(states)) if is_compound(tensor)))
 
 
 def _refuse_random(name: str, difference: str, vouched: bool) -> None:
@@ -294,7 +274,7 @@ def _why_states_differ(
     if piece.keys() != whole.keys():
         return "the names of its states differ between whole and in pieces"
     for key, value in whole.items():
-        if is_compound(value):
+        if is_subclass(value):
             return f"state {key!r} is a {type(value).__name__}, which is carried whole"
         if not isinstance(value, Tensor) and any(tensor.dim() > 0 for tensor in tensors_in(value)):
             return f"state {key!r} is a {type(value).__name__} with tensors in it, which is carried whole"

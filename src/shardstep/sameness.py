@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardstep.subclasses import is_subclass
+
 MISSING = object()  # stands for a value that one side does not have
 _SHORT = 60
 
@@ -15,7 +17,7 @@ _SHORT = 60
 def equal(a: Any, b: Any) -> bool:
     """Bit-equal, through dicts, lists, tuples and tensors that are made of others. An unknown object has no bits."""
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        if is_compound(a) or is_compound(b):
+        if is_subclass(a) or is_subclass(b):
             return type(a) is type(b) and a.shape == b.shape and equal(_parts(a), _parts(b))
         return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bits(a), _bits(b))
     if isinstance(a, dict) and isinstance(b, dict):
@@ -28,17 +30,12 @@ def equal(a: Any, b: Any) -> bool:
 
 def close(a: Any, b: Any) -> bool:
     """``equal``, but for a few roundings in tensors of floating point numbers."""
-    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or is_compound(a) or is_compound(b):
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor) or is_subclass(a) or is_subclass(b):
         return equal(a, b)
     if a.dtype != b.dtype or a.shape != b.shape or not (a.is_floating_point() or a.is_complex()):
         return equal(a, b)
     few = min(256 * torch.finfo(a.dtype).eps, 1 / 64)
     return torch.allclose(a, b, rtol=few, atol=few, equal_nan=True)
-
-
-def is_compound(value: Any) -> bool:
-    """Whether it is a tensor that is made of other tensors, e.g. of codes and their scales."""
-    return isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__")
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -71,7 +68,7 @@ def told(value: Any) -> str:
     """A value in a few words."""
     if value is MISSING:
         return "missing"
-    if isinstance(value, Tensor) and (value.numel() != 1 or is_compound(value)):
+    if isinstance(value, Tensor) and (value.numel() != 1 or is_subclass(value)):
         return f"a {type(value).__name__} of shape {tuple(value.shape)}"
     text = repr(value.item() if isinstance(value, Tensor) else value)
     return text if len(text) <= _SHORT else f"{text[:_SHORT]}..."

@@ -91,7 +91,7 @@ def everywhere(rank: int, world_size: int, name: str, directory: Path, sharded: 
 def go_on(rank: int, world_size: int, name: str, directory: Path, sharded: dict[str, Any]) -> None:
     *_, theirs, plain = twins(name, range(3), **sharded)
     start = values_of(theirs)
-    dicts = [plain.state_dict(), torch.load(directory / "consolidated.state", weights_only=True)]
+    dicts = [twins(name, range(3))[3].state_dict(), torch.load(directory / "consolidated.state", weights_only=True)]
     dicts.append(torch.load(directory / "converted.state", weights_only=True))
     train(plain, theirs, range(3, 6))
     for source in ("now", "later", "back", *dicts):

@@ -691,6 +691,10 @@ class Codes(Tensor):
         return ["codes", "scale"], None
 
     @classmethod
+    def __tensor_unflatten__(cls, parts, context, size, stride):
+        return cls(parts["codes"], parts["scale"])
+
+    @classmethod
     def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
         raise NotImplementedError(func)
 
