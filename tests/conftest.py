@@ -2,7 +2,8 @@
 
 A test that is written for several numbers of ranks runs at 1 and 3 by default: three is where halves, pairs and
 powers of two stop hiding mistakes. At 2, 4 or 5 ranks the same test is marked ``again``, and so is one through shared
-memory that also runs through sockets; ``make test-all`` takes those, too.
+memory that also runs through sockets; ``make test-all`` takes those, too. The sweep over every optimizer class
+(``optimizers``) has a command of its own, ``make test-optimizers``.
 """
 
 from __future__ import annotations

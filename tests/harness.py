@@ -19,19 +19,23 @@ import torch.distributed as dist
 
 _context = multiprocessing.get_context("forkserver")
 # Whatever a worker's test module imports is imported once, not once per rank.
-_context.set_forkserver_preload(
-    [
-        "torch",
-        "torch.distributed",
-        "torch._dynamo",
-        "torch.distributed.optim",
-        "torch.distributed.checkpoint.state_dict",
-        "accelerate",
-        "pytest",
-        "numpy",
-        "shardstep",
-    ]
-)
+_PRELOADED = [
+    "torch",
+    "torch.distributed",
+    "torch._dynamo",
+    "torch.distributed.optim",
+    "torch.distributed.checkpoint.state_dict",
+    "accelerate",
+    "pytest",
+    "numpy",
+    "shardstep",
+]
+_context.set_forkserver_preload(_PRELOADED)
+
+
+def preload(modules: list[str]) -> None:
+    """Have these imported once, too. Without effect when ``run_ranks`` was called before."""
+    _context.set_forkserver_preload(_PRELOADED + modules)
 
 
 def run_ranks(

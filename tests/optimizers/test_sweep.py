@@ -1,0 +1,107 @@
+"""Every optimizer class of these packages trains as its plain self, saves and resumes, or is refused by name.
+
+``make test-optimizers`` takes all of them; ``make test`` the sample. Each leaves a row for ``docs/optimizers.md``.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests import harness
+from tests.harness import run_ranks
+from tests.optimizers import claims, training
+from tests.optimizers.catalogue import PACKAGES, Subject, is_abstract, is_installed, subjects, version_of, wraps
+from tests.optimizers.outcomes import Row, record
+from tests.optimizers.training import Facts
+
+# Quick and unlike each other: cut, whole, 8-bit, schedule-free, with a closure, random, coupled, hybrid.
+SAMPLE = [
+    Subject("bitsandbytes.optim", "AdamW8bit"),
+    Subject("schedulefree", "AdamWScheduleFree"),
+    Subject("schedulefree", "SGDScheduleFreeClosure"),
+    Subject("pytorch_optimizer", "AdaFactor"),
+    Subject("pytorch_optimizer", "Kron"),
+    Subject("pytorch_optimizer", "Lamb"),
+    Subject("pytorch_optimizer", "Lion"),
+    Subject("pytorch_optimizer", "Muon"),
+    Subject("pytorch_optimizer", "Prodigy"),
+    Subject("torchao.optim", "AdamW8bit"),
+]
+ALL = [*SAMPLE, *(subject for subject in subjects() if subject not in SAMPLE)]
+LIMITS = {"timeout": 100, "pg_timeout": 60}
+
+
+def _marks(subject: Subject) -> list[pytest.MarkDecorator]:
+    return [] if subject in SAMPLE else [pytest.mark.optimizers]
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("subject", [pytest.param(s, id=str(s), marks=_marks(s)) for s in ALL])
+def test_every_class_trains_as_the_plain_one_and_resumes_or_is_refused_by_name(subject, tmp_path):
+    if not is_installed(subject.package):
+        pytest.skip(f"{subject.package} is not installed")
+    harness.preload([package for package in PACKAGES if is_installed(package)])
+    row = Row(subject.package, version_of(subject.package), subject.name, "FAILED")
+    try:
+        row = _sweep(subject, row, str(tmp_path))
+    except BaseException as error:
+        row = row._replace(reason=str(error))
+        raise
+    finally:
+        record(row)
+    if row.verdict in ("wraps another", "cannot run on the CPU"):
+        pytest.skip(f"{row.verdict}: {row.reason}")
+
+
+def _sweep(subject: Subject, row: Row, folder: str) -> Row:
+    if is_abstract(subject):
+        return row._replace(verdict="wraps another", reason="a base class")
+    if wraps(subject):
+        return row._replace(verdict="wraps another", reason=wraps(subject))
+    (facts,) = run_ranks(training.survey, 1, subject, **LIMITS)
+    if isinstance(facts, str):
+        return row._replace(verdict="cannot run on the CPU", reason=facts)
+    row = row._replace(remarks="; ".join(_remarks(facts)))
+    findings = run_ranks(claims.trains_and_saves, 3, subject, facts, folder, **LIMITS)
+    assert all(finding == findings[0] for finding in findings), f"the ranks found different things: {findings}"
+    if facts.takes_float64:
+        wide = run_ranks(claims.trains_in_float64, 3, subject, facts, **LIMITS)[0]
+        assert ("refused" in wide) == ("refused" in findings[0]), f"float32: {findings[0]}, float64: {wide}"
+    if "refused" in findings[0]:
+        return row._replace(verdict="refused", reason=_checked_refusal(subject, facts, findings[0]["refused"]))
+    run_ranks(claims.resumes, 2, subject, facts, folder, **LIMITS)
+    if subject in SAMPLE:
+        run_ranks(claims.trains_and_saves, 2, subject, facts, folder, **LIMITS)
+    cut = findings[0]["cut"]
+    return row._replace(
+        verdict="cut anywhere" if all(cut) else "cut in some groups" if any(cut) else "kept whole",
+        reason="; ".join(findings[0]["reasons"]),
+        split=findings[0]["splits"],
+        resumes="as the plain one, which does not" if facts.resumes else "yes",
+    )
+
+
+def _checked_refusal(subject: Subject, facts: Facts, text: str) -> str:
+    """A refusal names the class and its reason, and what it says about coupled parameters is so."""
+    assert subject.name in text, f"the refusal does not name {subject.name}: {text}"
+    assert len(text) > len(subject.name) + 20, f"the refusal has no reason: {text}"
+    if "depends on the others" in text:
+        assert facts.coupled is not False, f"refused as coupled, but each parameter trained alone ends the same: {text}"
+    return text
+
+
+def _remarks(facts: Facts) -> list[str]:
+    course, said = facts.course, []
+    if course.shapes != next(iter(training.SHAPES)):
+        said.append(course.shapes)
+    if course.drive != "gradients":
+        said.append({"closure": "needs a closure", "graph": "differentiates gradients"}[course.drive])
+    if course.grouping != training.GROUPINGS[0]:
+        said.append(course.grouping)
+    if not facts.takes_float64:
+        said.append("no float64")
+    if facts.random:
+        said.append("random: compared with the plain one over each rank's own tensors, from the same seed")
+    if facts.resumes:
+        said.append(f"plain: {facts.resumes}")
+    return said

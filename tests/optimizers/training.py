@@ -1,0 +1,269 @@
+"""How one class is trained in the sweep: over which tensors, in which groups, and what its step is given.
+
+``find_course`` tries what a class takes, with the plain class alone: this is what "can be built and stepped on the CPU"
+means.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Parameter
+from torch.optim import Optimizer
+
+from tests.optimizers.catalogue import Subject, switch_off_compilers
+
+SAVED_AT, END = 3, 6  # steps
+# 8-bit and 4-bit states are made from 4096 elements on, some only of multiples of 256 or 128. 4096, 12288 and 8192 are
+# such; 4290 is large, but no multiple; the others are small. The first half is one group, of matrices.
+SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
+    "tensors of 1 to 3 dimensions": ((64, 64), (7, 5), (96, 128), (33, 130), (8192,), (11, 3), (5,), (4, 3, 2)),
+    "tensors of 1 and 2 dimensions": ((64, 64), (7, 5), (96, 128), (33, 130), (8192,), (11, 3), (5,), (64, 128)),
+    "matrices": ((64, 64), (7, 5), (96, 128), (33, 130), (64, 128), (11, 3), (8, 40), (32, 16)),
+    "tensors of 1 to 3 dimensions, none long": (
+        (64, 64),
+        (7, 5),
+        (96, 128),
+        (33, 130),
+        (60,),
+        (11, 3),
+        (5,),
+        (4, 3, 2),
+    ),
+    "pairs of factors": ((4, 64), (32, 4), (8, 96), (16, 8), (4, 7), (11, 4), (2, 5), (3, 2)),
+}
+MATRICES = 4
+# These keep n x n matrices for a tensor with a dimension of n, and decompose them.
+SMALL = {f"pytorch_optimizer.{name}" for name in ("Alice", "DASH", "Shampoo", "SpectralSphere")}
+# What a step gets: gradients; a closure; gradients that can be differentiated once more.
+DRIVES = ("gradients", "closure", "graph")
+# How the parameters are passed.
+GROUPINGS = ("two groups with different options", "two groups", "no groups")
+
+
+class Course(NamedTuple):
+    """What a class takes."""
+
+    shapes: str  # of SHAPES
+    drive: str  # of DRIVES
+    grouping: str  # of GROUPINGS
+    dtype: torch.dtype = torch.float32
+
+
+class Facts(NamedTuple):
+    """What the plain class does by itself, without shardstep."""
+
+    course: Course
+    takes_float64: bool
+    random: bool  # another seed, another outcome
+    coupled: bool | None  # a parameter trained alone ends elsewhere; None: cannot be told
+    resumes: str  # nothing if its own state dict makes a fresh one go on as if uninterrupted; else what happens
+
+
+class Model(nn.Module):
+    """Parameters with names, whose gradients are whatever one likes."""
+
+    def __init__(self, course: Course, seed: int = 0) -> None:
+        super().__init__()
+        shapes = SHAPES[course.shapes]
+        self.weights = nn.ParameterList(
+            Parameter(noise(shape, 100 * seed + i, course.dtype)) for i, shape in enumerate(shapes)
+        )
+
+    @property
+    def params(self) -> list[Parameter]:
+        return list(self.weights)
+
+
+def noise(shape: Sequence[int], seed: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
+
+
+def groups_of(
+    subject: Subject, course: Course, params: Sequence[Tensor], only: Sequence[int] | None = None
+) -> list[Any]:
+    """What is passed as ``params``. Different options: another learning rate and weight decay, if the class takes them.
+
+    ``only``: of the parameters at these positions.
+    """
+    if course.grouping == "no groups":
+        return [param for position, param in enumerate(params) if only is None or position in only]
+    first, second = (dict(options) for options in subject.group_options)
+    known = inspect.signature(subject.cls).parameters
+    if course.grouping == "two groups with different options":
+        rate = subject.options.get("lr", getattr(known.get("lr"), "default", None))
+        if isinstance(rate, float):
+            second["lr"] = rate / 2
+        if "weight_decay" in known:
+            first["weight_decay"] = 0.05
+    groups = []
+    for positions, options in ((range(MATRICES), first), (range(MATRICES, len(params)), second)):
+        chosen = [params[position] for position in positions if only is None or position in only]
+        if chosen:
+            groups.append({"params": chosen, **options})
+    return groups
+
+
+def plain(subject: Subject, course: Course, params: Sequence[Tensor], only: Sequence[int] | None = None) -> Optimizer:
+    return subject.cls(groups_of(subject, course, params, only), **subject.options)
+
+
+def loss_of(params: Sequence[Tensor], step: int) -> Tensor:
+    """A loss in which everything depends on everything: what a closure returns for weights that are not there shows."""
+    total = sum(
+        (param * noise(param.shape, 10_000 + 100 * step + i, param.dtype)).sum() for i, param in enumerate(params)
+    )
+    return total + sum(param.square().sum() for param in params) / 8 + sum(param.mean() for param in params) ** 2 / 8
+
+
+def set_gradients(params: Sequence[Tensor], step: int) -> None:
+    for i, param in enumerate(params):
+        param.grad = _direction(param, step, i)
+
+
+def _direction(param: Tensor, step: int, position: int) -> Tensor:
+    return noise(param.shape, 10_000 + 100 * step + position, param.dtype)
+
+
+def train(optimizer: Any, params: Sequence[Tensor], steps: Iterable[int], drive: str, seed: int = 0) -> None:
+    """Step with the gradients of these steps, from the same random state each time."""
+    for step in steps:
+        torch.manual_seed(1000 * seed + step)
+        if drive == "gradients":
+            set_gradients(params, step)
+            optimizer.step()
+            continue
+
+        def closure(step: int = step) -> Tensor:
+            with torch.enable_grad():
+                optimizer.zero_grad()
+                loss = loss_of(params, step)
+                loss.backward(create_graph=drive == "graph")
+            return loss.detach()
+
+        closure()  # some that take a closure expect gradients all the same
+        optimizer.step(closure) if drive == "closure" else optimizer.step()
+
+
+def start(optimizer: Any) -> Any:
+    """Schedule-free optimizers want to be told that training begins."""
+    if callable(getattr(optimizer, "train", None)):
+        optimizer.train()
+    return optimizer
+
+
+def run_plain(subject: Subject, course: Course, steps: int = END, seed: int = 0) -> tuple[list[Parameter], Any]:
+    torch.manual_seed(seed)
+    params = Model(course).params
+    optimizer = start(plain(subject, course, params))
+    train(optimizer, params, range(steps), course.drive, seed)
+    return params, optimizer
+
+
+def through_a_file(value: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def resume_plain(
+    subject: Subject,
+    course: Course,
+    weights: Sequence[Tensor],
+    state_dict: dict[str, Any],
+    only: Sequence[int] | None = None,
+) -> tuple[list[Parameter], Any]:
+    """A fresh plain optimizer over other weights, then loaded, then trained to the end."""
+    torch.manual_seed(0)
+    params = Model(course, seed=7).params
+    optimizer = plain(subject, course, params, only)
+    with torch.no_grad():
+        for param, weight in zip(params, weights, strict=True):
+            param.copy_(weight)
+    optimizer.load_state_dict(state_dict)
+    train(start(optimizer), params, range(SAVED_AT, END), course.drive)
+    return params, optimizer
+
+
+# --- what the plain class does by itself ----------------------------------------------------------------------------
+
+
+def survey(rank: int, world_size: int, subject: Subject) -> Facts | str:
+    """In a process of its own: the facts, or why the class cannot be built or stepped on the CPU."""
+    switch_off_compilers()
+    warnings.simplefilter("ignore")
+    course = find_course(subject)
+    if isinstance(course, str):
+        return course
+    params, _ = run_plain(subject, course)
+    random = differs(params, run_plain(subject, course, seed=1)[0])
+    wide = course._replace(dtype=torch.float64)
+    return Facts(
+        course,
+        takes_float64=not _problem(lambda: run_plain(subject, wide)),
+        random=random,
+        coupled=None if random else _is_coupled(subject, course, params),
+        resumes=_why_not_resumed(subject, course, params),
+    )
+
+
+def find_course(subject: Subject) -> Course | str:
+    """The first course that the class takes, or the error of the one in which it came furthest."""
+    problems = []
+    shapes_to_try = [shapes for shapes in SHAPES if "long" in shapes or "pairs" in shapes or str(subject) not in SMALL]
+    for drive in DRIVES:
+        for shapes in shapes_to_try:
+            for grouping in GROUPINGS:
+                course = Course(shapes, drive, grouping)
+                problem = _problem(lambda course=course: run_plain(subject, course))
+                if not problem:
+                    return course
+                problems.append(problem)
+    return problems[0]
+
+
+def _problem(run: Callable[[], tuple[list[Parameter], Any]]) -> str:
+    try:
+        params, _ = run()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "" if all(param.isfinite().all() for param in params) else "its weights are not finite after a few steps"
+
+
+def differs(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    return not all(torch.equal(one.detach(), other.detach()) for one, other in zip(ours, theirs, strict=True))
+
+
+def _is_coupled(subject: Subject, course: Course, together: Sequence[Tensor]) -> bool | None:
+    if course.drive != "gradients":
+        return None
+    for position in range(len(together)):
+        torch.manual_seed(0)
+        params = Model(course).params
+        try:
+            optimizer = start(plain(subject, course, params, only=[position]))
+            train(optimizer, params, range(END), course.drive)
+        except Exception:
+            return None
+        if differs(params[position : position + 1], together[position : position + 1]):
+            return True
+    return False
+
+
+def _why_not_resumed(subject: Subject, course: Course, uninterrupted: Sequence[Tensor]) -> str:
+    half, optimizer = run_plain(subject, course, SAVED_AT)
+    try:
+        resumed, _ = resume_plain(subject, course, half, through_a_file(optimizer.state_dict()))
+    except Exception as error:
+        return f"its own state dict cannot be loaded ({type(error).__name__}: {error})"
+    return (
+        "its own state dict lacks something: a fresh one goes on otherwise" if differs(resumed, uninterrupted) else ""
+    )
