@@ -6,7 +6,7 @@ RIVALS := .venv-bench
 NPROC  ?= 2
 ARGS   ?=
 
-.PHONY: train test test-all lint format bench-core bench-step bench-checkpoint clean
+.PHONY: train test test-all test-optimizers lint format bench-core bench-step bench-checkpoint clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -22,10 +22,18 @@ train: $(VENV)/installed
 
 # Each test at 1 and 3 ranks; test-all: also the same tests at 2, 4 and 5 (see tests/conftest.py).
 test: lint
-	$(BIN)/python -m pytest -m "not again" $(ARGS)
+	$(BIN)/python -m pytest -m "not again and not optimizers" $(ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -m "not optimizers" $(ARGS)
+
+# Every optimizer class of five packages. For the page about it: python -m tests.optimizers.table > docs/optimizers.md
+$(VENV)/installed-optimizers: $(VENV)/installed
+	$(BIN)/pip install --quiet torch==2.13.0 --editable '.[dev,optimizers]'
+	touch $@
+
+test-optimizers: $(VENV)/installed-optimizers
+	$(BIN)/python -m pytest tests/optimizers $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

@@ -33,6 +33,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "bitsandbytes.optim.SGD": {"lr": 0.01, "momentum": 0.9},
     "bitsandbytes.optim.SGD8bit": {"lr": 0.01, "momentum": 0.9},
     "bitsandbytes.optim.SGD32bit": {"lr": 0.01, "momentum": 0.9},
+    "schedulefree.RAdamScheduleFree": {"silent_sgd_phase": False},  # or it does nothing in the first steps
+    "schedulefree.RAdamScheduleFreeClosure": {"silent_sgd_phase": False},
+    "pytorch_optimizer.AdaShift": {"keep_num": 2},  # as many gradients it waits for; the default is 10
     "pytorch_optimizer.BSAM": {"num_data": 100},  # how many samples there are: no default
     "pytorch_optimizer.Ranger21": {"num_iterations": 100},  # how long training is: no default
 }
@@ -41,6 +44,9 @@ GROUP_OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     f"pytorch_optimizer.{name}": ({"use_muon": True}, {"use_muon": False})
     for name in ("AdaGO", "AdaMuon", "DistributedMuon", "Muon", "MuonClip", "NorMuon")
 }
+# Without a rank these are AdamW; with one they want to know all the rest.
+_PROJECTED = {"rank": 4, "update_proj_gap": 2, "scale": 1.0, "projection_type": "std"}
+GROUP_OPTIONS |= {f"pytorch_optimizer.{name}": (_PROJECTED, {}) for name in ("APOLLO", "Fira", "GaLore")}
 
 
 class Subject(NamedTuple):

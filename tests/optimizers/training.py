@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 import io
+import random
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -60,6 +62,7 @@ class Facts(NamedTuple):
     """What the plain class does by itself, without shardstep."""
 
     course: Course
+    moves: bool  # whether it has changed its weights at the end
     takes_float64: bool
     random: bool  # another seed, another outcome
     coupled: bool | None  # a parameter trained alone ends elsewhere; None: cannot be told
@@ -135,7 +138,7 @@ def _direction(param: Tensor, step: int, position: int) -> Tensor:
 def train(optimizer: Any, params: Sequence[Tensor], steps: Iterable[int], drive: str, seed: int = 0) -> None:
     """Step with the gradients of these steps, from the same random state each time."""
     for step in steps:
-        torch.manual_seed(1000 * seed + step)
+        _seed(1000 * seed + step)
         if drive == "gradients":
             set_gradients(params, step)
             optimizer.step()
@@ -150,6 +153,13 @@ def train(optimizer: Any, params: Sequence[Tensor], steps: Iterable[int], drive:
 
         closure()  # some that take a closure expect gradients all the same
         optimizer.step(closure) if drive == "closure" else optimizer.step()
+
+
+def _seed(number: int) -> None:
+    """Optimizers draw from any of these."""
+    torch.manual_seed(number)
+    random.seed(number)
+    numpy.random.seed(number)
 
 
 def start(optimizer: Any) -> Any:
@@ -204,13 +214,14 @@ def survey(rank: int, world_size: int, subject: Subject) -> Facts | str:
     if isinstance(course, str):
         return course
     params, _ = run_plain(subject, course)
-    random = differs(params, run_plain(subject, course, seed=1)[0])
+    is_random = differs(params, run_plain(subject, course, seed=1)[0])
     wide = course._replace(dtype=torch.float64)
     return Facts(
         course,
+        moves=differs(params, Model(course).params),
         takes_float64=not _problem(lambda: run_plain(subject, wide)),
-        random=random,
-        coupled=None if random else _is_coupled(subject, course, params),
+        random=is_random,
+        coupled=None if is_random else _is_coupled(subject, course),
         resumes=_why_not_resumed(subject, course, params),
     )
 
@@ -242,20 +253,27 @@ def differs(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     return not all(torch.equal(one.detach(), other.detach()) for one, other in zip(ours, theirs, strict=True))
 
 
-def _is_coupled(subject: Subject, course: Course, together: Sequence[Tensor]) -> bool | None:
+def _is_coupled(subject: Subject, course: Course) -> bool | None:
+    """Whether a parameter that is trained alone ends elsewhere. With a large learning rate, which hides nothing."""
     if course.drive != "gradients":
         return None
-    for position in range(len(together)):
+
+    def run(only: Sequence[int] | None) -> list[Parameter]:
         torch.manual_seed(0)
         params = Model(course).params
-        try:
-            optimizer = start(plain(subject, course, params, only=[position]))
-            train(optimizer, params, range(END), course.drive)
-        except Exception:
-            return None
-        if differs(params[position : position + 1], together[position : position + 1]):
-            return True
-    return False
+        optimizer = start(plain(subject, course, params, only))
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                group["lr"] = torch.full_like(group["lr"], 0.25) if isinstance(group["lr"], Tensor) else 0.25
+        train(optimizer, params, range(END), course.drive)
+        return params
+
+    try:
+        together = run(None)
+        alone = [run([position])[position] for position in range(len(together))]
+    except Exception:
+        return None
+    return differs(alone, together)
 
 
 def _why_not_resumed(subject: Subject, course: Course, uninterrupted: Sequence[Tensor]) -> str:
