@@ -40,14 +40,14 @@ def trains_and_saves(rank: int, world_size: int, subject: Subject, facts: Facts,
     except ValueError as error:
         _assert_same([param.detach() for param in ours.params], before, "the weights after a refusal")
         return {"refused": str(error)}
-    only = owned_positions(optimizer) if facts.random else None
+    only = comparable_positions(optimizer) if facts.random else None
     theirs = Model(course)
     torch.manual_seed(0)
     plain = start(training.plain(subject, course, theirs.params, only))
     start(optimizer)
     _train_both(optimizer, plain, ours, theirs, range(SAVED_AT), course)
     check_equal(optimizer, plain, ours, theirs, only, "in the middle")
-    check_memory(optimizer, plain, only)
+    check_memory(optimizer, plain, theirs, only)
     checkpoint.save(Path(folder) / "checkpoint", optimizer, ours, extra={"step": SAVED_AT})
     optimizer.consolidate_state_dict(to=0)
     if rank == 0:
@@ -70,7 +70,7 @@ def trains_in_float64(rank: int, world_size: int, subject: Subject, facts: Facts
         optimizer = sharded(subject, course, ours)
     except ValueError as error:
         return {"refused": str(error)}
-    only = owned_positions(optimizer) if facts.random else None
+    only = comparable_positions(optimizer) if facts.random else None
     torch.manual_seed(0)
     plain = start(training.plain(subject, course, theirs.params, only))
     _train_both(start(optimizer), plain, ours, theirs, range(END), course)
@@ -91,7 +91,7 @@ def resumes(rank: int, world_size: int, subject: Subject, facts: Facts, folder: 
         else:
             ours.load_state_dict(given["model"])
             optimizer.load_state_dict(given["optim"])
-        only = owned_positions(optimizer) if facts.random else None
+        only = comparable_positions(optimizer) if facts.random else None
         theirs, plain = _expected(subject, facts, saved, only)
         training.train(start(optimizer), ours.params, range(SAVED_AT, END), course.drive)
         check_equal(optimizer, plain, ours, theirs, only, f"resumed from the {way}")
@@ -158,10 +158,14 @@ def sharded(subject: Subject, course: Course, model: Model) -> ZeroRedundancyOpt
     return ZeroRedundancyOptimizer(groups, subject.cls, **subject.options)
 
 
-def owned_positions(optimizer: ZeroRedundancyOptimizer) -> list[int]:
-    pieces = list(optimizer.layout.pieces(optimizer.rank))
-    assert all(piece.whole for piece in pieces), "a random optimizer was cut"
-    return sorted(piece.param for piece in pieces)
+def comparable_positions(optimizer: ZeroRedundancyOptimizer) -> list[int]:
+    """Of a random optimizer: what this rank owns whole, and what is cut, which the probe found not to be random."""
+    whole = {piece.param for piece in optimizer.layout.pieces(optimizer.rank) if piece.whole}
+    return sorted(whole | _cut_positions(optimizer))
+
+
+def _cut_positions(optimizer: ZeroRedundancyOptimizer) -> set[int]:
+    return {spec.index for spec in optimizer.layout.specs if spec.granularity == "element"}
 
 
 def finding_of(optimizer: ZeroRedundancyOptimizer) -> Finding:
@@ -197,24 +201,31 @@ def check_equal(
             _assert_same(state, dict(plain.state.get(theirs.params[position], {})), f"state {when}: {position}")
 
 
-def check_memory(optimizer: ZeroRedundancyOptimizer, plain: Any, only: Sequence[int] | None) -> None:
+def check_memory(optimizer: ZeroRedundancyOptimizer, plain: Any, theirs: Model, only: Sequence[int] | None) -> None:
     """The ranks hold together what the plain optimizer holds alone.
 
     Except for scalars, of which each piece of a parameter has its own, and for tables that all parameters share, of
     which each rank has one.
     """
-    state, mine = list(plain.state.values()), list(optimizer.optim.state.values())
-    scalars = _bytes(tensor for tensor in _flat_tensors(mine) if tensor.numel() == 1)
-    plain_scalars = _bytes(tensor for tensor in _flat_tensors(state) if tensor.numel() == 1)
+    # If the plain optimizer has only this rank's tensors (see above), the others are with the other ranks' ones.
+    alone = set() if only is None else set(only) - _cut_positions(optimizer)
+    keys_here = [theirs.params[position] for position in alone]
+    here = [plain.state[key] for key in keys_here]
+    everywhere = [value for key, value in plain.state.items() if not any(key is one for one in keys_here)]
+    mine = list(optimizer.optim.state.values())
     held = _sum_over_ranks(optimizer.memory().state)
-    if only is not None:  # each rank has a plain optimizer for its own part
-        expected = _sum_over_ranks(_bytes(_flat_tensors(state)))
-        assert held == expected, f"memory: the ranks hold {held} bytes of state and the plain optimizers {expected}"
-        return
-    expected = _bytes(_flat_tensors(state)) + _sum_over_ranks(scalars) - plain_scalars
-    shared = _bytes(_shared_tensors(state)) * (optimizer.world_size - 1)
+    expected = _sum_over_ranks(_bytes_but_scalars(here) + _scalar_bytes(mine)) + _bytes_but_scalars(everywhere)
+    shared = _bytes(_shared_tensors(everywhere)) * (optimizer.world_size - 1)
     told = f"memory: the ranks hold {held} bytes of state, the plain optimizer {expected} (and {shared} shared)"
     assert expected <= held <= expected + shared, told
+
+
+def _scalar_bytes(state: Any) -> int:
+    return _bytes(tensor for tensor in _flat_tensors(state) if tensor.numel() == 1)
+
+
+def _bytes_but_scalars(state: Any) -> int:
+    return _bytes(_flat_tensors(state)) - _scalar_bytes(state)
 
 
 def _sum_over_ranks(number: int) -> int:
