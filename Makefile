@@ -6,7 +6,7 @@ RIVALS := .venv-bench
 NPROC  ?= 2
 ARGS   ?=
 
-.PHONY: train test test-all test-optimizers lint format bench-core bench-step bench-checkpoint clean
+.PHONY: train test test-all test-optimizers test-frameworks lint format bench-core bench-step bench-checkpoint clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -33,7 +33,15 @@ $(VENV)/installed-optimizers: $(VENV)/installed
 	touch $@
 
 test-optimizers: $(VENV)/installed-optimizers
-	$(BIN)/python -m pytest tests/optimizers $(ARGS)
+	$(BIN)/python -m pytest tests/optimizers tests/unit/test_probe.py tests/ranks/test_heavyball.py $(ARGS)
+
+# Programs of Lightning, Fabric and transformers.
+$(VENV)/installed-frameworks: $(VENV)/installed
+	$(BIN)/pip install --quiet torch==2.13.0 --editable '.[dev,frameworks]'
+	touch $@
+
+test-frameworks: $(VENV)/installed-frameworks
+	$(BIN)/python -m pytest tests/frameworks tests/ranks/test_wrapped_optimizers.py $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

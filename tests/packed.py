@@ -48,6 +48,9 @@ class Packed(Tensor):
         raise NotImplementedError(f"{func} of a Packed tensor")
 
 
+torch.serialization.add_safe_globals([Packed])  # as torchao's classes do when they are imported
+
+
 class PackedMomentum(torch.optim.Optimizer):
     """SGD with momentum, kept in 8 bits where the elements fill whole blocks, else in full."""
 

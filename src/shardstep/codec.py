@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 _PLAIN = (type(None), bool, int, float, str)
-_COLLECTIONS = {"list": list, "tuple": tuple, "set": set}
+_ENUM = "shardstep_enum:"  # before the name of a member of an enumeration
+_COLLECTIONS = {"list": list, "tuple": tuple, "set": set, "size": torch.Size}
 
 
 def encode(value: Any, lift: Callable[[Tensor], int]) -> Any:
@@ -56,6 +57,8 @@ def decode(data: Any, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> Any:
 
 
 def type_name(value: list | tuple) -> str:
+    if isinstance(value, torch.Size):
+        return "size"
     return "list" if isinstance(value, list) else "tuple"
 
 
@@ -68,6 +71,21 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"expects the name of a torch dtype but got {name!r}")
     return dtype
+
+
+def plain_option(value: Any) -> Any:
+    """An option as plain data: a member of an enumeration by its name."""
+    return f"{_ENUM}{value.name}" if isinstance(value, Enum) else value
+
+
+def live_option(saved: Any, live: Any) -> Any:
+    """The inverse, by the class of the option that the optimizer has now. ValueError if that has no such member."""
+    if not (isinstance(saved, str) and saved.startswith(_ENUM)):
+        return saved
+    name, members = saved.removeprefix(_ENUM), type(live).__members__ if isinstance(live, Enum) else {}
+    if name not in members:
+        raise ValueError(f"an option expects one of {sorted(members)} but {name!r} was saved.")
+    return members[name]
 
 
 def option_text(value: Any) -> str:

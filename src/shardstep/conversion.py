@@ -344,7 +344,7 @@ class _PlainContribution(Contribution):
             for key, entry in form["state"].items()
         }
         self.form = {OPTIM: {"state": state, "param_groups": groups}}
-        self.shapes = {}
+        self.shapes, self.orders = {}, {}
 
 
 def _whole(leaf: Any) -> Any:

@@ -24,6 +24,7 @@ from shardstep.holders import Holder
 from shardstep.layout import ParamSpec, Piece
 from shardstep.manifest import CheckpointError
 from shardstep.naming import clean, names_of, positions_of, unwrapped
+from shardstep.orders import empty_in_order
 from shardstep.sharded_form import Differences
 from shardstep.state_shard import shard_of_range, shard_of_whole
 
@@ -187,6 +188,7 @@ class Loading:
         placement, saved = self._holder.placement, checkpoint.states()
         manifest = checkpoint.reader.manifest
         shapes = manifest.parameters if manifest is not None else {}
+        orders = (manifest.orders if manifest is not None else None) or {}
         state: dict[str, Any] = {}
         for index, param in placement.params.items():
             name, spec = names[param], placement.layout.spec_of[index]
@@ -205,7 +207,8 @@ class Loading:
                 for path, entry in entries.items():
                     like = placement.shard.tensors[index]
                     # With keys that are no texts the state of a parameter is one value.
-                    put(state, (name, *path), _target(entry, like, spec, piece, differences, name))
+                    order = orders.get(".".join(map(str, (OPTIM, "state", name, *path))))
+                    put(state, (name, *path), _target(entry, like, spec, piece, differences, name, order))
                 if len(differences.misshapen) > misshapen:  # a part of a state is no state
                     state[name] = {}
         of_parameters = {*names.values(), *shapes, *(name for group in groups for name in group["params"])}
@@ -265,7 +268,15 @@ def _shape_of_moments(entries: Mapping[Any, Any], dims: int) -> tuple[int, ...] 
     return sizes[0] if len(sizes) > 1 and len(set(sizes)) == 1 else None
 
 
-def _target(entry: Any, like: Tensor, spec: ParamSpec, piece: Piece, differences: Differences, name: str) -> Any:
+def _target(
+    entry: Any,
+    like: Tensor,
+    spec: ParamSpec,
+    piece: Piece,
+    differences: Differences,
+    name: str,
+    order: list[int] | None,
+) -> Any:
     """Where to read one state tensor to: new memory, of the size of this rank's piece."""
     if not isinstance(entry, TensorStorageMetadata):
         return None
@@ -273,12 +284,11 @@ def _target(entry: Any, like: Tensor, spec: ParamSpec, piece: Piece, differences
     if not size:
         return shard_of_whole(torch.empty((), dtype=dtype))
     if piece.whole:
-        same = size == tuple(like.shape)
-        return shard_of_whole(
-            torch.empty_like(like, dtype=dtype, requires_grad=False)
-            if same
-            else torch.empty(size, dtype=dtype, device=like.device)
-        )
+        if size == tuple(like.shape) and not like.is_contiguous():  # it lies as its parameter does now
+            return shard_of_whole(torch.empty_like(like, dtype=dtype, requires_grad=False))
+        if order is not None and sorted(order) == list(range(len(size))):
+            return shard_of_whole(empty_in_order(size, order, dtype, like.device))
+        return shard_of_whole(torch.empty(size, dtype=dtype, device=like.device))
     if size != spec.shape:
         differences.misshapen.append(
             f"{name} (its state has shape {list(size)}, which cannot be cut with the parameter of shape "

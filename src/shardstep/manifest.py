@@ -64,6 +64,7 @@ class Manifest(NamedTuple):
     files: dict[str, FileList]
     parameters: dict[str, tuple[int, ...]]  # of the optimizer: name -> shape
     author: Author | None = None  # if one rank of several saved it
+    orders: dict[str, list[int]] | None = None  # of tensors whose dimensions lie otherwise in memory (see orders.py)
 
 
 def block_for(payload: int) -> int:
@@ -148,6 +149,8 @@ def write(directory: Path, manifest: Manifest) -> None:
     }
     if manifest.author is not None:
         content["author"] = manifest.author._asdict()
+    if manifest.orders:
+        content["orders"] = manifest.orders
     with open(directory / FILE_NAME, "wb") as stream:
         stream.write(json.dumps({**content, "sha256": _digest(content)}).encode())
         stream.flush()
@@ -174,6 +177,7 @@ def read(directory: Path) -> Manifest | None:
             {str(name): from_json(file) for name, file in content["files"].items()},
             {str(name): tuple(map(int, shape)) for name, shape in content["parameters"].items()},
             Author(str(content["author"]["run"]), int(content["author"]["rank"])) if "author" in content else None,
+            {str(key): list(map(int, order)) for key, order in content.get("orders", {}).items()},
         )
     except FileNotFoundError:
         return None

@@ -259,6 +259,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
 
         def evaluate() -> Any:
             nonlocal lends
+            if self._placed.moves_first:  # each rank has moved its pieces: the closure is about all of them
+                gather(self._placed, self._board)
             loss = closure()
             if lends:
                 if self._rounds is not None:

@@ -94,7 +94,13 @@ class Placement:
         rows = zip(param_groups, granularities, options, strict=True)
         self._place(param_groups, [self._choose(group, wish, said) for group, wish, said in rows])
         local_groups = [self._local_group(group, said) for group, said in zip(param_groups, options, strict=True)]
-        optimizer = self._optimizer_class(local_groups, **self._defaults)
+        try:
+            optimizer = self._optimizer_class(local_groups, **self._defaults)
+        except (AttributeError, IndexError, KeyError) as error:  # not about what the user chose, which it would tell
+            raise ValueError(
+                f"{getattr(self._optimizer_class, '__name__', self._optimizer_class)} cannot be sharded: building it "
+                f"over parameter groups failed ({type(error).__name__}: {error}). Use an optimizer that takes groups."
+            ) from error
         if not isinstance(optimizer, Optimizer):
             raise ValueError(
                 f"optimizer_class expects to build a torch.optim.Optimizer but built a {type(optimizer).__qualname__}. "
@@ -326,6 +332,11 @@ class Placement:
     def consumes(self) -> bool:
         """Whether a step of the optimizer takes the gradients away."""
         return any(verdict.consumes for verdict in self._verdicts)
+
+    @property
+    def moves_first(self) -> bool:
+        """Whether a step moves the parameters before it calls the closure."""
+        return any(verdict.moves_first for verdict in self._verdicts)
 
     @property
     def notes(self) -> set[str]:

@@ -13,15 +13,17 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardstep.codec import encode
-from shardstep.local import options_of, run_step, step_subset, undisturbed
+from shardstep.local import options_of, run_step, step_subset, undisturbed, unhooked_step
 from shardstep.sameness import MISSING, close, equal, gap, leaves, tensors_in, told
 from shardstep.subclasses import classes_in, is_subclass, opened
 
@@ -72,6 +74,7 @@ class Verdict(NamedTuple):
     consumes: bool = False  # its step sets the gradients to None
     subclasses: tuple[type, ...] = ()  # of tensors made of other tensors, that its states are
     notes: tuple[str, ...] = ()  # options in which it notes which parameters there are
+    moves_first: bool = False  # its step moves the parameters before it calls the closure
 
 
 class _Trace(NamedTuple):
@@ -111,6 +114,7 @@ def examine(
         except Exception as error:  # the real tensors decide: they raise the same, or the probe's shape is to blame
             return Verdict(False, False, f"it cannot be built over the probe ({error})")
         _refuse_other_forms(name, form)
+        _refuse_communicating(name, build, small)
         try:
             together = _trace(build, small, _gradients())
             states = together.states + _trace(build, [large], _gradients(), steps=1).states
@@ -132,7 +136,8 @@ def examine(
         notes = _refuse_coupled(name, build, small, together)
         reason = next(filter(None, (_why_not_elementwise(build, like, cut) for cut in _CUTS)), "")
         splittable = not _first_difference(together, _trace(build, small, _gradients(), one_by_one=True))
-    return Verdict(not reason, splittable, reason, *more, notes)
+        moves_first = _moves_first(build, small)
+    return Verdict(not reason, splittable, reason, *more, notes, moves_first)
 
 
 def _seed(device: torch.device) -> None:
@@ -144,6 +149,32 @@ def _seed(device: torch.device) -> None:
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
+
+
+class _Communicates(Exception):
+    pass
+
+
+class _Listening(TorchDispatchMode):
+    """Raises when somebody sends something."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            raise _Communicates
+        return func(*args, **(kwargs or {}))
+
+
+def _refuse_communicating(name: str, build: Build, values: Sequence[Tensor]) -> None:
+    try:
+        with _Listening():
+            _trace(build, values, _gradients(), steps=1)
+    except _Communicates:
+        raise ValueError(
+            f"{name} cannot be sharded: its step sends something to other ranks by itself, for all parameters, of "
+            "which a rank has a part. Use an optimizer that only updates."
+        ) from None
+    except Exception:  # what else may be wrong shows when nobody listens
+        return
 
 
 def _refuse_uncarriable(name: str, states: Sequence[dict]) -> None:
@@ -266,6 +297,33 @@ def _why_not_elementwise(build: Build, like: Tensor, cut: _Cut) -> str:
         if reason:
             return reason
     return ""
+
+
+def _moves_first(build: Build, values: Sequence[Tensor]) -> bool:
+    """Whether the parameters are others when the closure is called than when the step began."""
+    optimizer, params = _begin(build, values)
+    step = unhooked_step(optimizer)
+    if "closure" not in inspect.signature(step).parameters:
+        return False
+    moved = False
+    for number in range(_EARLY):
+        before = [param.detach().clone() for param in params]
+
+        def set_gradients(number: int) -> None:
+            for position, param in enumerate(params):
+                param.grad = _gradients()(number, position, param)
+
+        def closure(number: int = number, before: list[Tensor] = before) -> Tensor:
+            nonlocal moved
+            moved = moved or not equal(before, [param.detach() for param in params])
+            return _closure(params, set_gradients, number)
+
+        set_gradients(number)
+        try:
+            step(closure)
+        except Exception:  # it wants another kind of closure: nobody can use it with an ordinary one
+            return False
+    return moved
 
 
 def _why_states_differ(

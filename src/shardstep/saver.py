@@ -26,11 +26,13 @@ from torch.utils._pytree import tree_map_only
 from shardstep import directories, joining, sharded_form
 from shardstep import manifest as manifests
 from shardstep.agreement import Board
+from shardstep.codec import plain_option
 from shardstep.collectives import Group
 from shardstep.file_writer import NO_DIST_WARNING, Writer, Written
 from shardstep.holders import Holder
 from shardstep.manifest import Author, Manifest
 from shardstep.naming import clean, names_of, unwrapped
+from shardstep.orders import order_of
 from shardstep.state_shard import StateShard, shard_of_range, shard_of_whole
 
 CALL = "checkpoint.save"
@@ -39,7 +41,7 @@ _log = logging.getLogger("shardstep")
 
 def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Without the classes and functions among them: an optimizer that is built has its own."""
-    return {key: value for key, value in group.items() if not callable(value)}
+    return {key: plain_option(value) for key, value in group.items() if not callable(value)}
 
 
 class Contribution:
@@ -62,12 +64,24 @@ class Contribution:
             self.form["model"] = _with_leaves(_model_part(model, holder.group))
         if extra is not None and first:
             self.form["extra"] = {key: _leaved(value) for key, value in extra.items()}
+        self.orders = dict(_orders_in(form["state"], "optim", "state"))
         specs = holder.placement.layout.specs
         self.shapes = {names[holder.placement.params[spec.index]]: spec.shape for spec in specs}
 
     def stage(self) -> None:
         """Replace everything by a copy on the CPU, so that training can go on."""
         self.form = sharded_form.map_leaves(self.form, _staged)
+
+
+def _orders_in(value: Any, *path: str) -> Iterator[tuple[str, list[int]]]:
+    """The tensors of a tree whose dimensions lie in another order in memory, by key: a copy must have it, too."""
+    if isinstance(value, (Mapping, list)):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _orders_in(item, *path, str(key))
+    elif isinstance(value, StateShard) and value.local.shape == value.shape:
+        order = order_of(value.local)
+        if order is not None:
+            yield ".".join(path), order
 
 
 class _Leaf:
@@ -286,7 +300,7 @@ class Saving:
 
     def _finish(self, written: Written) -> None:
         self._others_know = True  # whatever comes of this meeting
-        text = json.dumps(joining.to_json(written))
+        text = json.dumps({**joining.to_json(written), "orders": self._contribution.orders})
         texts = self._board.gather(CALL, self._facts("written"), text)
         self._others_know = False
         with self._told():
@@ -309,6 +323,7 @@ class Saving:
             files,
             self._contribution.shapes,
             self._author,
+            {key: order for part in told for key, order in part["orders"].items()},
         )
         manifests.write(aside, manifest)
         for problem in manifests.quick_problems(aside, manifest):

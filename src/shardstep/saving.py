@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardstep.codec import option_text
+from shardstep.codec import live_option, option_text
 from shardstep.local import options_of
 from shardstep.placement import Placement
 from shardstep.state import local_part
@@ -76,11 +77,13 @@ def load_pieces(
         others: state that belongs to no parameter, by key.
         options: of each group.
     """
-    local: dict[str, Any] = {"state": dict(others), "param_groups": []}
+    local: dict[str, Any] = {"state": copy.deepcopy(dict(others)), "param_groups": []}
     number = 0
     for group, chosen, indices in zip(optimizer.param_groups, options, placement.indices, strict=True):
-        functions = {key: value for key, value in options_of(group).items() if callable(value)}  # are in no file
-        form = {**functions, **chosen, "params": list(range(number, number + len(indices)))}
+        live = options_of(group)
+        functions = {key: value for key, value in live.items() if callable(value)}  # are in no file
+        kept = {key: live_option(value, live.get(key)) for key, value in chosen.items()}
+        form = {**functions, **kept, "params": list(range(number, number + len(indices)))}
         if "param_names" in group:
             form["param_names"] = list(group["param_names"])
         local["param_groups"].append(form)
@@ -161,7 +164,7 @@ def _local_form(state_dict: Mapping[str, Any], placement: Placement) -> dict[str
     saved_groups = state_dict["param_groups"]
     saved_ids = [saved_id for group in saved_groups for saved_id in group["params"]]
     states = state_dict["state"]
-    local_state = {key: value for key, value in states.items() if key not in set(saved_ids)}
+    local_state = {key: copy.deepcopy(value) for key, value in states.items() if key not in set(saved_ids)}
     local_groups, number = [], 0
     start = 0
     for saved, indices in zip(saved_groups, placement.indices, strict=True):

@@ -20,6 +20,7 @@ from shardstep.buckets import Shard
 from shardstep.codec import decode, dtype_name, dtype_of, encode
 from shardstep.collectives import Group
 from shardstep.layout import Layout, ParamSpec, Piece
+from shardstep.orders import empty_in_order, order_of
 from shardstep.state_shard import StateShard
 from shardstep.subclasses import FindClass, closed, is_opened, opened
 
@@ -208,9 +209,11 @@ def describe(
                     f"the state of {spec.label} expects tensors of {piece.numel} elements or 0-dim ones, because the "
                     f"parameter is cut, but got shape {tuple(leaf.shape)}. Build the optimizer with shard='tensor'."
                 )
-        metas = [[dtype_name(leaf.dtype), list(leaf.shape)] for leaf in leaves]
+        orders = [order_of(leaf) if piece.whole else None for leaf in leaves]
+        rows = zip(leaves, orders, strict=True)
+        metas = [[dtype_name(leaf.dtype), list(leaf.shape), order] for leaf, order in rows]
         header.append([index, piece.start, piece.stop, tree, metas])
-        tensors += leaves
+        tensors += [leaf if order is None else leaf.permute(order) for leaf, order in zip(leaves, orders, strict=True)]
     return header, tensors
 
 
@@ -231,17 +234,24 @@ class _Assembly:
             if start == 0:  # values of which there is one per parameter come from its first piece
                 self._trees[index] = tree
             self._arrived[index] = self._arrived.get(index, 0) + stop - start
-            for position, (dtype, shape) in enumerate(metas):
-                targets.append(self._target(spec, start, stop, position, dtype_of(dtype), shape))
+            for position, (dtype, shape, order) in enumerate(metas):
+                targets.append(self._target(spec, (start, stop), position, dtype_of(dtype), shape, order))
         return targets
 
     def _target(
-        self, spec: ParamSpec, start: int, stop: int, position: int, dtype: torch.dtype, shape: list[int]
+        self,
+        spec: ParamSpec,
+        span: tuple[int, int],
+        position: int,
+        dtype: torch.dtype,
+        shape: list[int],
+        order: list[int] | None,
     ) -> Tensor:
-        leaves = self._leaves.setdefault(spec.index, {})
+        leaves, (start, stop) = self._leaves.setdefault(spec.index, {}), span
         if stop - start == spec.numel:
-            leaves[position] = torch.empty(shape, dtype=dtype)
-            return _bytes_of(leaves[position])
+            whole = torch.empty(shape, dtype=dtype) if order is None else empty_in_order(shape, order, dtype)
+            leaves[position] = whole
+            return _bytes_of(whole if order is None else whole.permute(order))
         if not shape:
             value = torch.empty(shape, dtype=dtype)
             if start == 0:
