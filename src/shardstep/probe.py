@@ -74,7 +74,7 @@ class Verdict(NamedTuple):
     consumes: bool = False  # its step sets the gradients to None
     subclasses: tuple[type, ...] = ()  # of tensors made of other tensors, that its states are
     notes: tuple[str, ...] = ()  # options in which it notes which parameters there are
-    moves_first: bool = False  # its step moves the parameters before it calls the closure
+    moves_first: bool = False  # its step moves the parameters before it calls the closure, or may do so
 
 
 class _Trace(NamedTuple):
@@ -112,7 +112,7 @@ def examine(
             fresh = build(small)
             eager, form = bool(fresh.state), fresh.state_dict()
         except Exception as error:  # the real tensors decide: they raise the same, or the probe's shape is to blame
-            return Verdict(False, False, f"it cannot be built over the probe ({error})")
+            return Verdict(False, False, f"it cannot be built over the probe ({error})", moves_first=True)
         _refuse_other_forms(name, form)
         _refuse_communicating(name, build, small)
         try:
@@ -120,7 +120,7 @@ def examine(
             states = together.states + _trace(build, [large], _gradients(), steps=1).states
         except Exception as error:
             if vouched:
-                return Verdict(False, False, f"it cannot step the probe ({error})", eager)
+                return Verdict(False, False, f"it cannot step the probe ({error})", eager, moves_first=True)
             raise ValueError(
                 f"{name} cannot be sharded: stepping a dense 2D tensor with it failed "
                 f"({type(error).__name__}: {error}). Use another optimizer, or pass shard='tensor' if you know "
@@ -132,7 +132,7 @@ def examine(
         difference = _first_difference(together, _trace(build, small, _gradients()))
         if difference:
             _refuse_random(name, difference, vouched)
-            return Verdict(False, False, f"its steps are random ({difference})", *more)
+            return Verdict(False, False, f"its steps are random ({difference})", *more, moves_first=True)
         notes = _refuse_coupled(name, build, small, together)
         reason = next(filter(None, (_why_not_elementwise(build, like, cut) for cut in _CUTS)), "")
         splittable = not _first_difference(together, _trace(build, small, _gradients(), one_by_one=True))

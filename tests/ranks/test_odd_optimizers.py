@@ -1,0 +1,224 @@
+"""Optimizers with habits of their own: what the sweep over other packages found, each in a few lines."""
+
+from __future__ import annotations
+
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardstep import ZeroRedundancyOptimizer, checkpoint
+from tests.harness import run_ranks
+from tests.oracle import assert_same, error_of, parameters, train, values_of
+
+
+class Habit(torch.optim.Optimizer):
+    """Momentum, and what the subclasses add."""
+
+    def __init__(self, params: Any, lr: float = 0.1, **options: Any) -> None:
+        super().__init__(params, {"lr": lr, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = None if closure is None else closure()
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                self.update(param, self.state[param], group)
+        return loss
+
+    def update(self, param: torch.Tensor, state: dict, group: dict) -> None:
+        moment = state.setdefault("moment", torch.zeros_like(param))
+        param.sub_(moment.mul_(0.9).add_(param.grad), alpha=group["lr"])
+
+
+# --- closures ---------------------------------------------------------------------------------------------------------
+
+
+class LooksAhead(Habit):
+    """Moves the weights, asks the closure there, and moves on from where it was. (Schedule-free closures do so.)"""
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:
+        params = [param for group in self.param_groups for param in group["params"]]
+        before = [param.clone() for param in params]
+        for param in params:
+            if "moment" in self.state[param]:
+                param.data.sub_(self.state[param]["moment"], alpha=0.5)
+        with torch.enable_grad():
+            loss = closure()
+        for param, value in zip(params, before, strict=True):
+            param.data.copy_(value)
+        super().step()
+        return loss
+
+
+def closures(rank: int, world_size: int, shapes: list[tuple[int, ...]], mode: dict[str, Any]) -> None:
+    ours, theirs = parameters(shapes), parameters(shapes)
+    optimizers = ZeroRedundancyOptimizer(ours, LooksAhead, **mode), LooksAhead(theirs)
+    for _ in range(4):
+        losses = []
+        for params, optimizer in zip((ours, theirs), optimizers, strict=True):
+
+            def closure(params=params, optimizer=optimizer) -> torch.Tensor:
+                optimizer.zero_grad()
+                loss = torch.stack([param.sum() for param in params]).sum().square()  # every gradient needs all weights
+                loss.backward()
+                return loss
+
+            losses.append(optimizer.step(closure))
+        assert_same(*losses, "losses")
+    assert_same(values_of(ours), values_of(theirs), "weights")
+
+
+@pytest.mark.parametrize("shapes", [[(7, 5), (3,), (4, 4)], [(3, 2)]], ids=["several", "one: ranks that own nothing"])
+@pytest.mark.parametrize("mode", [{"shard": "tensor"}, {}, {"parameters_as_bucket_view": True}], ids=str)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_closure_that_is_asked_about_moved_weights_sees_those_of_all_ranks(world_size, mode, shapes):
+    """Before, it saw this rank's pieces moved and all others not, and trained to other weights."""
+    run_ranks(closures, world_size, shapes, mode)
+
+
+# --- options and states -----------------------------------------------------------------------------------------------
+
+
+class Kind(Enum):
+    PLAIN = 1
+    DOUBLE = 2
+
+
+class Kinds(Enum):
+    OTHER = 1
+
+
+class WithKind(Habit):
+    def update(self, param: torch.Tensor, state: dict, group: dict) -> None:
+        super().update(param, state, {"lr": group["lr"] * group["kind"].value})
+
+
+def enumerations(rank: int, world_size: int, directory: Path) -> None:
+    params = parameters()
+    opt = ZeroRedundancyOptimizer(params, WithKind, kind=Kind.DOUBLE)
+    train(opt, params, range(2))
+    checkpoint.save(directory / "kind", opt)
+    plain = WithKind(parameters(), kind=Kind.PLAIN)
+    for fresh in (ZeroRedundancyOptimizer(parameters(), WithKind, kind=Kind.PLAIN), plain):
+        checkpoint.load(directory / "kind", fresh)
+        assert all(group["kind"] is Kind.DOUBLE for group in fresh.param_groups)
+    other = ZeroRedundancyOptimizer(parameters(), WithKind, kind=Kinds.OTHER)
+    assert "DOUBLE" in str(error_of(lambda: checkpoint.load(directory / "kind", other)))
+    assert other.param_groups[0]["kind"] is Kinds.OTHER
+
+
+def test_an_option_that_is_a_member_of_an_enumeration_is_saved_by_name(tmp_path):
+    run_ranks(enumerations, 2, tmp_path)
+
+
+class Transposed(Habit):
+    """Keeps a matrix whose dimensions lie the other way round in memory, as eigenvectors do, alone and in a list."""
+
+    def update(self, param: torch.Tensor, state: dict, group: dict) -> None:
+        super().update(param, state, group)
+        if "basis" not in state:
+            size = max(param.numel() % 7, 2)
+            state["basis"] = torch.arange(size * 3, dtype=param.dtype).view(3, size).t()
+            state["more"] = [state["basis"].clone(), torch.ones(2, 3, 4, dtype=param.dtype).permute(2, 0, 1)]
+        state["basis"].add_(1)
+
+
+def layout_of(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.stride(), value
+    return [layout_of(item) for item in value] if isinstance(value, list) else value
+
+
+def memory_orders(rank: int, world_size: int, directory: Path) -> None:
+    params, theirs = parameters(), parameters()
+    opt, plain = ZeroRedundancyOptimizer(params, Transposed), Transposed(theirs)
+    train(opt, params, range(2))
+    train(plain, theirs, range(2))
+    checkpoint.save(directory / "order", opt)
+    checkpoint.save(directory / "later", opt, asynchronous=True).wait()
+    opt.consolidate_state_dict()
+    for source in ("order", "later", "collected"):
+        fresh = ZeroRedundancyOptimizer(again := parameters(), Transposed)
+        if source == "collected":
+            form = [opt.state_dict()]
+            dist.broadcast_object_list(form)
+            fresh.load_state_dict(form[0])
+        else:
+            checkpoint.load(directory / source, fresh)
+        for one, other in zip(again, theirs, strict=True):
+            found, expected = fresh.full_state(one), plain.state[other]
+            assert found.keys() == expected.keys()
+            assert not expected["basis"].is_contiguous(), "the case that this test is about"
+            for key in expected:
+                assert_same(layout_of(found[key]), layout_of(expected[key]), f"{source}: {key}")
+        owned = [entry for entry in fresh.optim.state.values() if entry]
+        assert all(not entry["basis"].is_contiguous() for entry in owned)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_state_that_lies_otherwise_in_memory_comes_back_as_it_lay(world_size, tmp_path):
+    """Matrix products round otherwise if it does not: training would go on with other last bits."""
+    run_ranks(memory_orders, world_size, tmp_path)
+
+
+class SharedCounter(Habit):
+    """Keeps a tensor under a key that is no parameter. (MADGRAD does.)"""
+
+    def step(self, closure: Any = None) -> Any:
+        self.state["k"] = self.state.get("k", torch.zeros(())).add_(1)
+        return super().step(closure)
+
+
+def untouched(rank: int, world_size: int) -> None:
+    theirs = parameters()
+    plain = SharedCounter(theirs)
+    train(plain, theirs, range(2))
+    form = plain.state_dict()
+    params = parameters()
+    opt = ZeroRedundancyOptimizer(params, SharedCounter)
+    opt.load_state_dict(form)
+    train(opt, params, range(2, 5))
+    assert float(form["state"]["k"]) == 2
+
+
+def test_a_loaded_dict_is_not_changed_by_later_steps_also_under_keys_that_are_no_parameters():
+    run_ranks(untouched, 2)
+
+
+# --- refused when they are built --------------------------------------------------------------------------------------
+
+
+class Talks(Habit):
+    def update(self, param: torch.Tensor, state: dict, group: dict) -> None:
+        dist.all_reduce(param.grad)
+        super().update(param, state, group)
+
+
+class HasInner(Habit):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.base_optimizer = torch.optim.AdamW(self.param_groups)
+
+
+class NoGroups(Habit):
+    def __init__(self, params: Any) -> None:
+        super().__init__([param.detach().requires_grad_() for param in params])
+
+
+def refusals(rank: int, world_size: int) -> None:
+    for kind, reason in ((Talks, "sends something"), (HasInner, "AdamW of its own inside"), (NoGroups, "groups")):
+        for shard in ("auto", "tensor"):
+            error = error_of(lambda kind=kind, shard=shard: ZeroRedundancyOptimizer(parameters(), kind, shard=shard))
+            assert isinstance(error, ValueError), error
+            assert kind.__name__ in str(error)
+            assert reason in str(error)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_optimizers_that_communicate_wrap_another_or_take_no_groups_are_refused_by_name(world_size):
+    run_ranks(refusals, world_size)
