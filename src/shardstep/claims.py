@@ -3,13 +3,18 @@
 A plain optimizer is alone: nobody else takes part in its save. If every rank of a job saves its own into one directory,
 the last one would win and the others' state be gone. So a rank that saves says so on the job's key-value store, and the
 manifest tells, to ranks that come later, which run and which rank wrote it.
+
+The same path may be another directory on another host. A rank therefore also leaves a file beside the directory while
+it saves: who does not see the file of the rank that has the claim is elsewhere, and claims the path among those.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
 from shardstep import collectives
@@ -21,13 +26,14 @@ from shardstep.manifest import Author, CheckpointError
 class Claim:
     """The right of this process to save into a directory, until it is released."""
 
-    def __init__(self, directory: Path, job: Job | None, key: str = "") -> None:
+    def __init__(self, job: Job | None = None, key: str = "", sign: Path | None = None) -> None:
         self.author = Author(job.run, job.rank) if job is not None else None
-        self._directory, self._job, self._key = directory, job, key
+        self._job, self._key, self._sign = job, key, sign
 
     def release(self) -> None:
         """Let others save. If the store is gone, so are the others."""
-        if self._job is not None:
+        if self._job is not None and self._sign is not None:
+            self._sign.unlink(missing_ok=True)
             with suppress(RuntimeError):
                 self._job.store.delete_key(self._key)
 
@@ -45,17 +51,39 @@ def claim(directory: Path) -> Claim:
     """Claim a directory for this rank. RuntimeError if another rank of the same run has it, or has saved there."""
     job = collectives.job()
     if job is None:
-        return Claim(directory, None)
-    key = f"shardstep/saving/{hashlib.sha256(str(directory).encode()).hexdigest()}"
-    holder = int(job.store.compare_set(key, "", str(job.rank)))
-    if holder != job.rank:
-        raise RuntimeError(_refusal(directory, job.rank, holder, "is saving"))
-    claimed = Claim(directory, job, key)
+        return Claim()
+    directory = Path(os.path.realpath(directory))
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    sign = _sign_of(directory, job, job.rank)
+    sign.touch()  # before the claim: whoever sees the claim sees it, too, if it can
+    try:
+        key = _take(directory, job)
+    except RuntimeError:
+        sign.unlink(missing_ok=True)
+        raise
+    claimed = Claim(job, key, sign)
     with released_on_failure(claimed):
         author = _author_of(directory)
         if author is not None and author.run == job.run and author.rank != job.rank:
             raise RuntimeError(_refusal(directory, job.rank, author.rank, "has saved"))
     return claimed
+
+
+def _take(directory: Path, job: Job) -> str:
+    """The key under which this rank has the claim on the directory as its host sees it."""
+    path = hashlib.sha256(str(directory).encode()).hexdigest()
+    for attempt in count():
+        key = f"shardstep/saving/{path}/{attempt}"
+        holder = int(job.store.compare_set(key, "", str(job.rank)))
+        if holder == job.rank:
+            return key
+        if _sign_of(directory, job, holder).exists():
+            raise RuntimeError(_refusal(directory, job.rank, holder, "is saving"))
+    raise AssertionError("the loop has no end")
+
+
+def _sign_of(directory: Path, job: Job, rank: int) -> Path:
+    return directory.with_name(f".{directory.name}.{job.run}.{rank}.claim")
 
 
 def _author_of(directory: Path) -> Author | None:

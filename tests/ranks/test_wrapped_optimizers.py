@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardstep import ZeroRedundancyOptimizer, checkpoint, hook_with_zero_step
+from shardstep import ZeroRedundancyOptimizer, checkpoint, claims, hook_with_zero_step
 from tests.harness import run_ranks
 from tests.oracle import assert_same, error_of, parameters, train, values_of
 
@@ -159,6 +159,7 @@ def test_of_a_plain_optimizer_on_many_ranks_one_copy_is_saved_and_the_others_are
             assert f"rank {saved[0]} of this run" in text
             assert f"this is rank {rank}" in text
             assert late == 0.0 or "has saved" in text
+    assert [path.name for path in tmp_path.iterdir()] == ["plain"], "nothing else is left"
     checkpoint.verify(tmp_path / "plain")
     fresh = torch.optim.AdamW(parameters())
     checkpoint.load(tmp_path / "plain", fresh)
@@ -183,6 +184,38 @@ def test_a_rank_replaces_its_own_checkpoint_and_that_of_an_earlier_run(tmp_path)
     # in another run another rank may save there
     told = run_ranks(save_plain_together, 3, tmp_path, 0.0)
     assert len([text for text in told if not text]) == 1
+
+
+def claim_by_other_paths(rank: int, world_size: int, directory: Path) -> str:
+    """Rank 0 holds the directory; the others come by another way to it, or from a host that has another one there."""
+    (directory / "real").mkdir(exist_ok=True)
+    if rank == 0:
+        (directory / "link").symlink_to("real")
+        held = claims.claim(directory / "real" / "x")
+    dist.barrier()
+    told = ""
+    if rank == 1:
+        told = str(error_of(lambda: claims.claim(directory / "link" / "x")))
+    dist.barrier()
+    if rank == 0:  # now its sign cannot be seen, as on another host
+        (sign,) = (directory / "real").glob(".x.*.0.claim")
+        sign.rename(directory / "elsewhere")
+    dist.barrier()
+    if rank == 1:
+        claims.claim(directory / "real" / "x")
+    dist.barrier()
+    if rank == 2:  # on the same host as rank 1
+        told = str(error_of(lambda: claims.claim(directory / "real" / "x")))
+    dist.barrier()
+    if rank == 0:
+        held.release()
+    return told
+
+
+def test_a_claim_is_on_a_directory_not_on_its_name_and_hosts_may_have_one_each(tmp_path):
+    told = run_ranks(claim_by_other_paths, 3, tmp_path)
+    assert "rank 0 of this run is saving" in told[1]
+    assert "rank 1 of this run is saving" in told[2]
 
 
 def save_after_a_failure(rank: int, world_size: int, directory: Path) -> None:
