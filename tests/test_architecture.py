@@ -76,6 +76,7 @@ ARROWS = {
         "sharded_form",
         "state",
         "status",
+        "subclasses",
     },
     "wrappers": {"local", "sharded_state"},
     "optimizer": {
@@ -120,11 +121,13 @@ ARROWS = {
         "sharded_form",
         "sharded_state",
         "status",
+        "subclasses",
         "wrappers",
     },
     "claims": {"collectives", "manifest"},
     "saver": {
         "agreement",
+        "claims",
         "codec",
         "collectives",
         "directories",
@@ -151,6 +154,7 @@ ARROWS = {
     "offline": {"codec", "directories", "file_reader", "keys", "loader", "manifest", "torch_file"},
     "conversion": {
         "agreement",
+        "codec",
         "collectives",
         "file_reader",
         "keys",
@@ -176,7 +180,6 @@ ARROWS = {
         "manifest",
         "offline",
         "saver",
-        "status",
     },
     "arguments": {"directories", "manifest"},
     "cli_output": {"offline"},

@@ -558,7 +558,7 @@ def test_the_dict_of_a_rank_without_the_state_is_refused(tmp_path, capsys) -> No
     marked = {**torch.load(tmp_path / "rank-0.pt", weights_only=True), MARK: [1, 3]}
     torch.save({"optim": marked}, tmp_path / "several.pt")
     assert cli.main(["convert", str(tmp_path / "several.pt"), str(tmp_path / "none"), "--key", "optim"]) == 1
-    assert "Convert what rank 1 or 3 saved" in the_line(capsys.readouterr().err)
+    assert "Convert what rank 1 or rank 3 saved" in the_line(capsys.readouterr().err)
 
 
 def test_a_state_dict_from_before_the_first_step_is_converted_and_told(tmp_path, capsys) -> None:

@@ -120,6 +120,9 @@ class Board:
         """
         store, found = self._group.store, []
         for rank in range(self._group.world_size):
+            stuck = f"shardstep/{self._instance}/stuck/{rank}"
+            if rank != self._group.rank and store.check([stuck]):
+                found.append(f"rank {rank} was in {store.get(stuck).decode()}")
             key = f"{self._prefix(self._meeting + 1)}/entered/{rank}"
             if rank != self._group.rank and store.check([key]):
                 entry = json.loads(store.get(key))
@@ -143,14 +146,12 @@ class Board:
             while time.monotonic() < deadline and not store.check(list(keys.values())):
                 time.sleep(0.02)
             there = {other: store.get(key).decode() for other, key in keys.items() if store.check([key])}
-            elsewhere = [f"rank {other} was in {where}" for other, where in there.items() if where != call]
-            waiting = self.explain()
+            meanwhile = self.explain()
         except RuntimeError:  # the store is gone with its host: the first error is all there is to tell
             return f"{call} failed: {error}"
         absent = [other for other in others if there.get(other) != call]
         if not absent:
             return f"{call} failed, on every rank: {error}"
-        meanwhile = "; ".join([*elsewhere, *([waiting] if waiting else [])])
         return (
             f"{call} expects a call on every rank of the group, but {_ranks(absent)} did not take part"
             + (f" ({meanwhile})" if meanwhile else "")

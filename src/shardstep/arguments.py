@@ -57,10 +57,14 @@ def check_target_file(path: Path) -> None:
 
 
 def check_target_directory(path: Path) -> None:
-    """That a checkpoint can be made there. (Whether one that is there may be replaced is decided by the save.)"""
+    """That a checkpoint can be made there. One that is there may hold more than an optimizer: it is not replaced."""
     _check_parent(path)
     if _kind(path) in ("file", "special"):
         raise ValueError(f"expects a directory to make but {path} is a file. Choose another path.")
+    if _kind(path) == "directory" and (path / manifests.METADATA_NAME).exists():
+        raise ValueError(
+            f"expects a directory to make but {path} holds a checkpoint. Choose another path, or delete it."
+        )
 
 
 def _check_parent(path: Path) -> None:

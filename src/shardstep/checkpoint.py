@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from shardstep import claims, collectives, directories, holders, offline, saver
 from shardstep.agreement import Board
+from shardstep.claims import Claim
 from shardstep.codec import option_text
 from shardstep.collectives import Group
 from shardstep.file_reader import Reader, SafeLoadPlanner
@@ -36,7 +37,6 @@ from shardstep.loader import Loading
 from shardstep.local import options_of
 from shardstep.manifest import CheckpointError
 from shardstep.saver import Contribution, SaveHandle, Saving
-from shardstep.status import Status
 
 __all__ = ["CheckpointError", "Reader", "SafeLoadPlanner", "SaveHandle", "latest", "load", "resume", "save", "verify"]
 
@@ -84,37 +84,23 @@ def save(
         contribution = Contribution(holder, model, extra)
         if asynchronous:
             contribution.stage()
+        claim = claims.claim(path) if holder.group.rank == 0 else Claim()
     except Exception as error:
         holder.fail(saver.CALL, error)
         raise
-    holder.board.agree(saver.CALL, _facts(holder, path, keep, asynchronous, contribution))
-    if holder.status is None:
-        return _save_alone(path, contribution, holder, keep, asynchronous)
-    group, board = _side(holder, holder.status)
-    saving = Saving(path, contribution, group, board, keep)
-    if not asynchronous:
-        saving.run()
-        return SaveHandle(path)
-    handle = SaveHandle(path, saving.start())
-    holder.status.checkpoints["pending"] = handle
-    return handle
-
-
-def _save_alone(
-    path: Path, contribution: Contribution, holder: Holder, keep: int | None, asynchronous: bool
-) -> SaveHandle:
-    """Save a plain optimizer, if no other rank of the job saves one into the same directory."""
-    claim = claims.claim(path)
     with claims.released_on_failure(claim):
-        saving = Saving(path, contribution, holder.group, holder.board, keep, author=claim.author)
-        if asynchronous:
-            handle = SaveHandle(path, started := saving.start())
-            started.add_done_callback(lambda ended: claim.release())
-            holder.optimizer._pending_save = handle  # type: ignore[attr-defined]
-            return handle
-        saving.run()
-    claim.release()
-    return SaveHandle(path)
+        holder.board.agree(saver.CALL, _facts(holder, path, keep, asynchronous, contribution))
+        group, board = _side(holder)
+        saving = Saving(path, contribution, group, board, keep, claim=claim)
+        if not asynchronous:
+            saving.run()
+            return SaveHandle(path)
+        handle = SaveHandle(path, saving.start())
+    if holder.status is not None:
+        holder.status.checkpoints["pending"] = handle
+    else:
+        holder.optimizer._pending_save = handle  # type: ignore[attr-defined]
+    return handle
 
 
 def load(
@@ -239,13 +225,14 @@ def _finish_gathers(holder: Holder) -> None:
         wait()
 
 
-def _side(holder: Holder, status: Status) -> tuple[Group, Board]:
+def _side(holder: Holder) -> tuple[Group, Board]:
     """Where the ranks meet for a save, which may be in the background: a connection of its own to the store.
 
     Nothing is sent through the process group, so it may be destroyed meanwhile. (DCP wants one that serves the CPU all
     the same.)
     """
-    if holder.group.world_size == 1:
+    status = holder.status
+    if holder.group.world_size == 1 or status is None:
         return holder.group, holder.board
     side = status.checkpoints.get("side")
     if side is None:
@@ -268,12 +255,9 @@ def _facts(
         "names": str(list(contribution.shapes)),
     }
     # What users set. What a step writes may differ where a rank has no parameter of a group.
-    known = holder.optimizer.defaults
-    groups = [
-        (
-            f"parameter group {position}",
-            {key: option_text(value) for key, value in sorted(options_of(group).items()) if key in known},
-        )
-        for position, group in enumerate(holder.optimizer.param_groups)
-    ]
+    groups = []
+    for position, group in enumerate(holder.optimizer.param_groups):
+        known = holder.optimizer.defaults.keys() | holder.placement.given_options(position)
+        options = {key: option_text(value) for key, value in sorted(options_of(group).items()) if key in known}
+        groups.append((f"parameter group {position}", options))
     return [("argument", arguments), *groups]

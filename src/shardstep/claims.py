@@ -1,8 +1,9 @@
-"""One rank saves a plain optimizer into a directory; the others are refused before they write.
+"""Who saves into a directory: one at a time, and of the ranks of a run always the same one. Others are refused first.
 
 A plain optimizer is alone: nobody else takes part in its save. If every rank of a job saves its own into one directory,
-the last one would win and the others' state be gone. So a rank that saves says so on the job's key-value store, and the
-manifest tells, to ranks that come later, which run and which rank wrote it.
+the last one would win and the others' state be gone; so would that of another group of ranks. So a rank that saves, of
+a sharded optimizer the first of its group, says so on the job's key-value store, and the manifest tells, to those that
+come later, which run and which rank wrote it.
 
 The same path may be another directory on another host. A rank therefore also leaves a file beside the directory while
 it saves: who does not see the file of the rank that has the claim is elsewhere, and claims the path among those.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from itertools import count
@@ -54,10 +56,11 @@ def claim(directory: Path) -> Claim:
         return Claim()
     directory = Path(os.path.realpath(directory))
     directory.parent.mkdir(parents=True, exist_ok=True)
-    sign = _sign_of(directory, job, job.rank)
+    name = f"{job.rank}.{secrets.token_hex(4)}"  # one rank may save two optimizers
+    sign = _sign_of(directory, job, name)
     sign.touch()  # before the claim: whoever sees the claim sees it, too, if it can
     try:
-        key = _take(directory, job)
+        key = _take(directory, job, name)
     except RuntimeError:
         sign.unlink(missing_ok=True)
         raise
@@ -69,21 +72,21 @@ def claim(directory: Path) -> Claim:
     return claimed
 
 
-def _take(directory: Path, job: Job) -> str:
+def _take(directory: Path, job: Job, name: str) -> str:
     """The key under which this rank has the claim on the directory as its host sees it."""
     path = hashlib.sha256(str(directory).encode()).hexdigest()
     for attempt in count():
-        key = f"shardstep/saving/{path}/{attempt}"
-        holder = int(job.store.compare_set(key, "", str(job.rank)))
-        if holder == job.rank:
+        key = f"shardstep/saving/{job.run}/{path}/{attempt}"
+        holder = job.store.compare_set(key, "", name).decode()
+        if holder == name:
             return key
         if _sign_of(directory, job, holder).exists():
-            raise RuntimeError(_refusal(directory, job.rank, holder, "is saving"))
+            raise RuntimeError(_refusal(directory, job.rank, int(holder.split(".")[0]), "is saving"))
     raise AssertionError("the loop has no end")
 
 
-def _sign_of(directory: Path, job: Job, rank: int) -> Path:
-    return directory.with_name(f".{directory.name}.{job.run}.{rank}.claim")
+def _sign_of(directory: Path, job: Job, name: str) -> Path:
+    return directory.with_name(f".{directory.name}.{job.run}.{name}.claim")
 
 
 def _author_of(directory: Path) -> Author | None:
@@ -96,7 +99,8 @@ def _author_of(directory: Path) -> Author | None:
 
 def _refusal(directory: Path, rank: int, other: int, did: str) -> str:
     return (
-        f"checkpoint.save expects one rank to save a plain optimizer into a directory, but rank {other} of this run "
-        f"{did} one in {directory}, and this is rank {rank}. Save it on one rank (if dist.get_rank() == 0: ...), or "
-        "give each rank a directory of its own. (A ZeroRedundancyOptimizer is saved by all ranks together.)"
+        f"checkpoint.save expects one rank, or one group of ranks, to save into a directory, but rank {other} of this "
+        f"run {did} an optimizer in {directory}, and this is rank {rank}. Save a plain optimizer on one rank (if "
+        "dist.get_rank() == 0: ...), or use a directory for each. (A ZeroRedundancyOptimizer is saved by all ranks of "
+        "its group together.)"
     )

@@ -169,8 +169,8 @@ def _convert(args: Namespace) -> int:
 def _import(module: str) -> None:
     try:
         import_module(module)
-    except ImportError as error:
-        raise ValueError(f"--import expects a module that can be imported but got {module!r}: {error}.") from error
+    except Exception as error:  # whatever is wrong with it
+        raise ValueError(f"--import expects a module that can be imported but got {module!r}: {error!r}.") from error
 
 
 @contextmanager

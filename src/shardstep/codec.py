@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+_SHORT = 64  # elements of a tensor that are told one by one
 _PLAIN = (type(None), bool, int, float, str)
 _ENUM = "shardstep_enum:"  # before the name of a member of an enumeration
+_CODE = "shardstep_code:"  # before the name of a function or class
 _COLLECTIONS = {"list": list, "tuple": tuple, "set": set, "size": torch.Size}
 
 
@@ -74,14 +77,25 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def plain_option(value: Any) -> Any:
-    """An option as plain data: a member of an enumeration by its name."""
-    return f"{_ENUM}{value.name}" if isinstance(value, Enum) else value
+    """An option as plain data: a member of an enumeration by its name, of a function or class that there is one."""
+    if isinstance(value, Enum):
+        return f"{_ENUM}{value.name}"
+    return f"{_CODE}{getattr(value, '__qualname__', type(value).__qualname__)}" if callable(value) else value
+
+
+def is_live_only(saved: Any) -> bool:
+    """Whether ``plain_option`` made it of something that only the live optimizer has."""
+    return isinstance(saved, str) and saved.startswith((_ENUM, _CODE))
 
 
 def live_option(saved: Any, live: Any) -> Any:
     """The inverse, by the class of the option that the optimizer has now. ValueError if that has no such member."""
-    if not (isinstance(saved, str) and saved.startswith(_ENUM)):
+    if not is_live_only(saved):
         return saved
+    if saved.startswith(_CODE):
+        if not callable(live):
+            raise ValueError(f"an option expects a function or class, {saved.removeprefix(_CODE)!r} when it was saved.")
+        return live
     name, members = saved.removeprefix(_ENUM), type(live).__members__ if isinstance(live, Enum) else {}
     if name not in members:
         raise ValueError(f"an option expects one of {sorted(members)} but {name!r} was saved.")
@@ -91,10 +105,12 @@ def live_option(saved: Any, live: Any) -> Any:
 def option_text(value: Any) -> str:
     """A value of a parameter group as text that is equal on two ranks exactly when the values are.
 
-    Of an object that is no plain data only the class is told: its text may hold an address.
+    Of a large tensor only the shape is told; of an object that is no plain data its class, for its text may be an address.
     """
     if isinstance(value, Tensor):
-        return f"tensor({value.tolist()}, dtype={dtype_name(value.dtype)})"
+        is_short = value.numel() <= _SHORT and not is_traceable_wrapper_subclass(value)
+        content = value.tolist() if is_short else f"of shape {list(value.shape)}"
+        return f"tensor({content}, dtype={dtype_name(value.dtype)})"
     if isinstance(value, (list, tuple)):
         return f"{type_name(value)}({', '.join(map(option_text, value))})"
     if isinstance(value, dict):

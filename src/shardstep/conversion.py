@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardstep import keys, subclasses
 from shardstep.agreement import Board
+from shardstep.codec import is_live_only
 from shardstep.collectives import alone
 from shardstep.file_reader import put
 from shardstep.keys import WHOLE, key_of
@@ -134,6 +135,12 @@ def _numbered(form: dict[str, Any], directory: Path) -> dict[str, Any]:
     groups = form["param_groups"]
     if not all(isinstance(group, Mapping) and "params" in group for group in groups):
         raise CheckpointError(f"{directory} expects parameter groups with the key 'params', but one has none.")
+    for key, value in (option for group in groups for option in group.items() if is_live_only(option[1])):
+        raise ValueError(
+            f"{directory} has the option {key!r} as {value.split(':', 1)[1]!r}, which is no plain data (a member of an "
+            "enumeration, a function, a class) and cannot stand in a plain file. Load the directory itself: "
+            "shardstep.checkpoint.load."
+        )
     names = dict.fromkeys(name for group in groups for name in group["params"])
     numbers: dict[Any, int] = {name: number for number, name in enumerate(names)}
     states = form.get("state", {})
@@ -257,7 +264,7 @@ def from_plain(source: Path, directory: Path, key: str, progress: Progress) -> s
         if named is None:
             reason = (str(error).splitlines() or [repr(error)])[0]
         else:
-            module = ".".join(named[1].split(".")[:2])
+            module = ".".join(named[1].rstrip(".").split(".")[:2])
             reason = f"it holds a {named[1]}{named[2]}. If you trust that package, pass --import {module}."
         raise CheckpointError(f"{source} cannot be read as plain data that torch.save wrote: {reason}") from error
     form = _optimizer_in(form, source, key)

@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from shardstep import manifest as manifests
-from shardstep.manifest import CheckpointError, Manifest
+from shardstep.manifest import Author, CheckpointError, Manifest
 
 # Endings of names that nobody takes for a checkpoint: being written; the one before, until the new one has its name;
 # being deleted.
@@ -148,10 +148,18 @@ def problems(directory: Path, manifest: Manifest, progress: Callable[[int], None
             yield from manifests.problems_in_file(directory / name, file, progress)
 
 
-def prune(parent: Path, keep: int, but: Path) -> None:
-    """Delete all complete checkpoints in ``parent`` but the newest ``keep``, and what interrupted saves left."""
+def _is_of_another(one: Author | None, other: Author | None) -> bool:
+    return one is not None and other is not None and one.run == other.run and one.rank != other.rank
+
+
+def prune(parent: Path, keep: int, but: Path, author: Author | None = None) -> None:
+    """Delete all complete checkpoints in ``parent`` but the newest ``keep``, and what interrupted saves left.
+
+    Those that another rank of the run of ``author`` saved are not counted, and left alone.
+    """
     with suppress(OSError):  # what cannot be deleted now can be deleted next time
-        for path, _ in newest_first(parent)[keep:]:
+        mine = [path for path, manifest in newest_first(parent) if not _is_of_another(manifest.author, author)]
+        for path in mine[keep:]:
             if path != but:
                 _delete(path)
         for path in parent.glob(f".*{_DELETED}"):

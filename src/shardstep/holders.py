@@ -5,7 +5,9 @@ The sharded optimizer is one on every rank of its group; a plain ``torch.optim``
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch.nn import Module
@@ -21,6 +23,7 @@ from shardstep.naming import names_of
 from shardstep.placement import Placement
 from shardstep.sharded_state import ShardedState
 from shardstep.status import Status
+from shardstep.subclasses import classes_in, name_of
 from shardstep.wrappers import unwrapped
 
 
@@ -61,8 +64,16 @@ class _Unsharded(Placement):
         self.indices = [[self.index_of[param] for param in group["params"]] for group in param_groups]
         self._verdicts = []
         self._options = [options_of(group) for group in param_groups]
-        self._state_classes = {}
+        self._state_classes = {name_of(kind): kind for kind in classes_in(list(optimizer.state.values()))}
+        self._optimizer = optimizer
         self._optimizer_class, self._defaults = type(optimizer), dict(optimizer.defaults)  # type: ignore[assignment]
+
+    def fresh_optimizer(self, param_groups: Sequence[dict[str, Any]]) -> Optimizer:
+        """As configured as the user's: nobody knows with which arguments that was built."""
+        twin = object.__new__(type(self._optimizer))
+        kept = {key: value for key, value in vars(self._optimizer).items() if key not in ("state", "param_groups")}
+        vars(twin).update(copy.deepcopy(kept), state=defaultdict(dict), param_groups=list(param_groups))
+        return twin
 
 
 def holder_of(optimizer: Any) -> Holder:

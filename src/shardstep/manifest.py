@@ -50,7 +50,7 @@ class FileList(NamedTuple):
 
 
 class Author(NamedTuple):
-    """Who saved a plain optimizer: one rank, alone."""
+    """Who saved, of the ranks of a run: of a group of ranks its first."""
 
     run: str  # the same on all ranks of a job, another one in every run
     rank: int
@@ -63,7 +63,7 @@ class Manifest(NamedTuple):
     metadata_sha256: str
     files: dict[str, FileList]
     parameters: dict[str, tuple[int, ...]]  # of the optimizer: name -> shape
-    author: Author | None = None  # if one rank of several saved it
+    author: Author | None = None  # unless a process saved it that was alone
     orders: dict[str, list[int]] | None = None  # of tensors whose dimensions lie otherwise in memory (see orders.py)
 
 
@@ -177,7 +177,7 @@ def read(directory: Path) -> Manifest | None:
             {str(name): from_json(file) for name, file in content["files"].items()},
             {str(name): tuple(map(int, shape)) for name, shape in content["parameters"].items()},
             Author(str(content["author"]["run"]), int(content["author"]["rank"])) if "author" in content else None,
-            {str(key): list(map(int, order)) for key, order in content.get("orders", {}).items()},
+            {str(key): list(map(int, order)) for key, order in content.get("orders", {}).items()} or None,
         )
     except FileNotFoundError:
         return None

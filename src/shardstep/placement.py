@@ -328,6 +328,10 @@ class Placement:
         """Whether the optimizer makes state when it is built."""
         return any(verdict.eager for verdict in self._verdicts)
 
+    def given_options(self, position: int) -> set[str]:
+        """The options that the user gave a group."""
+        return set(self._options[position])
+
     @property
     def consumes(self) -> bool:
         """Whether a step of the optimizer takes the gradients away."""
@@ -412,7 +416,11 @@ class Placement:
         for found in (kind for verdict in self._verdicts for kind in verdict.subclasses):
             self._state_classes[subclasses.name_of(found)] = found
         if name not in self._state_classes:
-            for found in subclasses.classes_in(self.blank_state(index, self.params[index], self._options)):
+            try:
+                blank = self.blank_state(index, self.params[index], self._options)
+            except Exception:  # it cannot be asked so: then it is not known to make any
+                return None
+            for found in subclasses.classes_in(blank):
                 self._state_classes[subclasses.name_of(found)] = found
         return self._state_classes.get(name)
 

@@ -38,6 +38,8 @@ _SMALL_SHAPES = ((24, 16), (8, 40), (24, 16))
 # A multiple of every usual block, and with both sides multiples: what quantizes only such tensors does it here.
 _LARGE_SHAPE = (128, 128)
 _ALIGNMENT = 64  # of cuts, see partition.py
+# One gradient is large: some optimizers clip. (Late, because it drowns what comes before in their averages.)
+_LARGE_AT, _LARGE = 10, 1e4
 _OTHER_NUMBERS = 1000  # a phase that no other tensor has
 _CARRIED = ("state", "param_groups")  # of a state dict
 
@@ -385,8 +387,10 @@ def _go_on(
 ) -> None:
     def set_gradients(step: int) -> None:
         for position, param in enumerate(params):
-            # some optimizers act on gradients that are orthogonal to the parameter
+            # some optimizers act on gradients that are orthogonal to the parameter, some on large ones
             param.grad = _quarter_turn(param.detach()) if step % 3 == 2 else gradient(step, position, param)
+            if step == _LARGE_AT:
+                param.grad.mul_(_LARGE)
 
     for step in steps:
         set_gradients(step)

@@ -26,11 +26,12 @@ from torch.utils._pytree import tree_map_only
 from shardstep import directories, joining, sharded_form
 from shardstep import manifest as manifests
 from shardstep.agreement import Board
+from shardstep.claims import Claim
 from shardstep.codec import plain_option
 from shardstep.collectives import Group
 from shardstep.file_writer import NO_DIST_WARNING, Writer, Written
 from shardstep.holders import Holder
-from shardstep.manifest import Author, Manifest
+from shardstep.manifest import Manifest
 from shardstep.naming import clean, names_of, unwrapped
 from shardstep.orders import order_of
 from shardstep.state_shard import StateShard, shard_of_range, shard_of_whole
@@ -40,8 +41,8 @@ _log = logging.getLogger("shardstep")
 
 
 def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Without the classes and functions among them: an optimizer that is built has its own."""
-    return {key: plain_option(value) for key, value in group.items() if not callable(value)}
+    """Of classes and functions only the names are saved: an optimizer that is built has its own."""
+    return {key: plain_option(value) for key, value in group.items()}
 
 
 class Contribution:
@@ -211,9 +212,9 @@ class Saving:
         board: Board,
         keep: int | None = None,
         progress: Callable[[int], None] | None = None,
-        author: Author | None = None,
+        claim: Claim | None = None,
     ) -> None:
-        self._author = author
+        self._claim = claim if claim is not None else Claim()
         self._directory, self._contribution, self._keep = directory, contribution, keep
         self._group, self._board, self._progress = group, board, progress
         self._others_know = False  # that this rank failed
@@ -228,6 +229,8 @@ class Saving:
             except BaseException as error:
                 self._undo(error)
                 raise _unwrapped(error) from None
+            finally:
+                self._claim.release()
 
     def start(self) -> Future[Any]:
         """Save in a thread, what was staged."""
@@ -247,12 +250,14 @@ class Saving:
             error = done.exception()
             self._contribution.form = {}  # the copy: the handle may be kept for long
             if error is None:
+                self._claim.release()  # before anybody can know that it has ended, and save again
                 ended.set_result(None)
                 return
             _log.error("the checkpoint %s could not be saved: %s", self._directory, _unwrapped(error))
             try:
                 self._undo(error)
             finally:
+                self._claim.release()
                 ended.set_exception(_unwrapped(error))
 
         started.add_done_callback(end)
@@ -322,7 +327,7 @@ class Saving:
             manifests.digest_of(path),
             files,
             self._contribution.shapes,
-            self._author,
+            self._claim.author,
             {key: order for part in told for key, order in part["orders"].items()},
         )
         manifests.write(aside, manifest)
@@ -330,7 +335,7 @@ class Saving:
             raise manifests.CheckpointError(problem)
         directories.commit(self._directory)
         if self._keep is not None:
-            directories.prune(parent, self._keep, self._directory)
+            directories.prune(parent, self._keep, self._directory, self._claim.author)
 
 
 def _unwrapped(error: BaseException) -> BaseException:

@@ -81,9 +81,8 @@ def load_pieces(
     number = 0
     for group, chosen, indices in zip(optimizer.param_groups, options, placement.indices, strict=True):
         live = options_of(group)
-        functions = {key: value for key, value in live.items() if callable(value)}  # are in no file
         kept = {key: live_option(value, live.get(key)) for key, value in chosen.items()}
-        form = {**functions, **kept, "params": list(range(number, number + len(indices)))}
+        form = {**kept, "params": list(range(number, number + len(indices)))}
         if "param_names" in group:
             form["param_names"] = list(group["param_names"])
         local["param_groups"].append(form)

@@ -18,6 +18,7 @@ from shardstep.naming import names_of
 from shardstep.placement import Placement
 from shardstep.state import StateView, collect, describe
 from shardstep.status import Snapshot, Status
+from shardstep.subclasses import map_tensors
 
 
 class ShardedState(Optimizer):
@@ -50,14 +51,7 @@ class ShardedState(Optimizer):
         self._board.agree("consolidate_state_dict", [("argument", {"to": str(to), "chunk_mb": str(chunk_mb)})])
         chunk = max(int(chunk_mb * 2**20), 1)
         with self._undone_everywhere("consolidate_state_dict"):
-            states: dict[Any, Any] = collect(
-                self._group,
-                placement.layout,
-                described,
-                to=to,
-                chunk_bytes=chunk,
-                find_class=placement.find_state_class,
-            )
+            states = self._collect(described, to, chunk)
         self._board.agree("consolidate_state_dict", [("outcome", {"done": "True"})])
         if self.rank == to:
             states.update((key, value) for key, value in self.optim.state.items() if not isinstance(key, Tensor))
@@ -125,14 +119,8 @@ class ShardedState(Optimizer):
             self._board.agree("get_optimizer_state_dict", [])
             # Where DCP wants it is said by global rank, which is ours only if the group is everybody.
             to = 0 if wanted.offload and collectives.is_everybody(self._group) else None
-            states = collect(
-                self._group,
-                placement.layout,
-                described,
-                to=to,
-                chunk_bytes=2**24,
-                find_class=placement.find_state_class,
-            )
+            # Contiguous: torch's broadcast_from_rank0 mixes up the elements of what is not.
+            states = map_tensors(self._collect(described, to), Tensor.contiguous)
         else:
             entries = sharded_form.sharded_states(placement, self.optim, blanks=True)
             states = {index: entries.get(index, {}) for index in placement.params}
@@ -189,9 +177,7 @@ class ShardedState(Optimizer):
         with self._undone_everywhere("full_state"):
             described = describe(placement.shard, placement.layout, self.optim.state, only=index)
         self._board.agree("full_state", [("argument", {"param": placement.layout.spec_of[index].label})])
-        states = collect(
-            self._group, placement.layout, described, to=None, chunk_bytes=2**24, find_class=placement.find_state_class
-        )
+        states = self._collect(described, to=None)
         return states.get(index, {})
 
     def _index_of(self, param: Any, call: str) -> int:

@@ -43,6 +43,15 @@ def classes_in(value: Any) -> Iterator[type]:
         yield from classes_in([getattr(value, name) for name in value.__tensor_flatten__()[0]])
 
 
+def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A tree with its plain tensors changed; subclasses stay as they are."""
+    if isinstance(value, Mapping):
+        return {key: map_tensors(item, change) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map_tensors(item, change) for item in value)
+    return change(value) if isinstance(value, Tensor) and not is_subclass(value) else value
+
+
 def opened(value: Any) -> Any:
     """A tree in which every tensor subclass is a dict of its tensors, over the same memory, with a mark."""
     if isinstance(value, Mapping):
