@@ -180,6 +180,15 @@ def save_with_oss(rank: int, world_size: int, file: Path) -> None:
     dist.barrier()
 
 
+def test_convert_does_not_replace_a_checkpoint_that_may_hold_more(saved, tmp_path, capsys) -> None:
+    directory = tmp_path / "there"
+    _copy(saved, directory)
+    assert cli.main(["convert", str(saved), str(tmp_path / "plain.pt")]) == 0
+    assert cli.main(["convert", str(tmp_path / "plain.pt"), str(directory)]) == 2
+    assert "holds a checkpoint" in capsys.readouterr().err
+    checkpoint.verify(directory)
+
+
 def test_verify_names_the_damaged_file(saved, tmp_path, capsys) -> None:
     assert cli.main(["verify", str(saved)]) == 0
     directory = tmp_path / "damaged"

@@ -105,7 +105,8 @@ def live_option(saved: Any, live: Any) -> Any:
 def option_text(value: Any) -> str:
     """A value of a parameter group as text that is equal on two ranks exactly when the values are.
 
-    Of a large tensor only the shape is told; of an object that is no plain data its class, for its text may be an address.
+    Of a large tensor only the shape is told. Of an object that is no plain data only the class is told: its text may
+    hold an address.
     """
     if isinstance(value, Tensor):
         is_short = value.numel() <= _SHORT and not is_traceable_wrapper_subclass(value)

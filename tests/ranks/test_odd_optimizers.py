@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep import ZeroRedundancyOptimizer, checkpoint, cli
 from tests.harness import run_ranks
 from tests.oracle import assert_same, error_of, parameters, train, values_of
 
@@ -112,8 +112,40 @@ def enumerations(rank: int, world_size: int, directory: Path) -> None:
     assert other.param_groups[0]["kind"] is Kinds.OTHER
 
 
-def test_an_option_that_is_a_member_of_an_enumeration_is_saved_by_name(tmp_path):
+def test_an_option_that_is_a_member_of_an_enumeration_is_saved_by_name(tmp_path, capsys):
     run_ranks(enumerations, 2, tmp_path)
+    assert cli.main(["convert", str(tmp_path / "kind"), str(tmp_path / "plain.pt")]) == 2
+    assert "'kind' as 'DOUBLE'" in capsys.readouterr().err
+    assert not (tmp_path / "plain.pt").exists()
+
+
+class WithFunction(Habit):
+    def update(self, param: torch.Tensor, state: dict, group: dict) -> None:
+        super().update(param, state, {"lr": group["function"](group["lr"])})
+
+
+def double(value: float) -> float:
+    return 2 * value
+
+
+def functions(rank: int, world_size: int, directory: Path) -> None:
+    params = parameters()
+    opt = ZeroRedundancyOptimizer(params, WithFunction, function=double)
+    train(opt, params, range(2))
+    checkpoint.save(directory / "function", opt)
+    fresh = ZeroRedundancyOptimizer(again := parameters(), WithFunction, function=double)
+    checkpoint.load(directory / "function", fresh)
+    for param, value in zip(again, params, strict=True):
+        param.data.copy_(value)
+    train(opt, params, range(2, 4))
+    train(fresh, again, range(2, 4))
+    assert_same(values_of(again), values_of(params), "goes on with its own function")
+
+
+def test_an_option_that_is_a_function_is_the_live_optimizers_and_no_plain_file_is_made_without_it(tmp_path, capsys):
+    run_ranks(functions, 2, tmp_path)
+    assert cli.main(["convert", str(tmp_path / "function"), str(tmp_path / "plain.pt")]) == 2
+    assert "'function' as 'double'" in capsys.readouterr().err
 
 
 class Transposed(Habit):
@@ -205,13 +237,29 @@ class HasInner(Habit):
         self.base_optimizer = torch.optim.AdamW(self.param_groups)
 
 
+class ClipsLarge(Habit):
+    """Clips all gradients together, if they are very large."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
+        norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(grad) for grad in grads]))
+        torch._foreach_mul_(grads, float((100 / norm).clamp(max=1)))
+        return super().step(closure)
+
+
 class NoGroups(Habit):
     def __init__(self, params: Any) -> None:
         super().__init__([param.detach().requires_grad_() for param in params])
 
 
 def refusals(rank: int, world_size: int) -> None:
-    for kind, reason in ((Talks, "sends something"), (HasInner, "AdamW of its own inside"), (NoGroups, "groups")):
+    for kind, reason in (
+        (Talks, "sends something"),
+        (HasInner, "AdamW of its own inside"),
+        (NoGroups, "groups"),
+        (ClipsLarge, "others"),
+    ):
         for shard in ("auto", "tensor"):
             error = error_of(lambda kind=kind, shard=shard: ZeroRedundancyOptimizer(parameters(), kind, shard=shard))
             assert isinstance(error, ValueError), error

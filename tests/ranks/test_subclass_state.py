@@ -213,3 +213,61 @@ def test_a_subclass_inside_a_subclass_is_carried_too():
     (found,) = subclasses.closed(parts, {subclasses.name_of(Packed): Packed}.get, "parameter 0")
     assert torch.equal(found.codes.codes, outer.codes.codes)
     assert list(subclasses.classes_in(outer)) == [Packed, Packed]
+
+
+class Nested(PackedMomentum):
+    """Keeps its packed momentum in a list in a dict."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for state in self.state.values():
+            state["momentum"] = state.pop("box")["items"][0]
+        super().step()
+        for state in self.state.values():
+            state["box"] = {"items": [state.pop("momentum"), torch.ones(100)]}
+
+
+def nested(rank: int, world_size: int, directory: Path) -> None:
+    ours, theirs = parameters(SHAPES, torch.float32), parameters(SHAPES, torch.float32)
+    opt, plain = ZeroRedundancyOptimizer(ours, Nested), Nested(theirs)
+    train(opt, ours, range(2))
+    train(plain, theirs, range(2))
+    checkpoint.save(directory / "nested", opt)
+    start = values_of(theirs)
+    forms = Nested(parameters(SHAPES, torch.float32)), plain.state_dict()
+    torch.save(forms[1], directory / f"{rank}.state")
+    for source in ("checkpoint", "dict"):
+        again = [torch.nn.Parameter(value.clone()) for value in start]
+        fresh = ZeroRedundancyOptimizer(again, Nested)
+        if source == "checkpoint":
+            checkpoint.load(directory / "nested", fresh)
+        else:
+            fresh.load_state_dict(torch.load(directory / f"{rank}.state", weights_only=True))
+        train(fresh, again, range(2, 4))
+        oracle = [torch.nn.Parameter(value.clone()) for value in start]
+        other = Nested(oracle)
+        other.load_state_dict(torch.load(directory / f"{rank}.state", weights_only=True))
+        train(other, oracle, range(2, 4))
+        same_state(values_of(again), values_of(oracle), source)
+
+
+def test_a_subclass_in_a_list_in_a_dict_is_carried_too(tmp_path):
+    run_ranks(nested, 2, tmp_path)
+
+
+def test_a_plain_optimizer_that_was_built_with_other_arguments_loads_what_it_saved(tmp_path):
+    """torchao keeps the size of a block for itself: neither its defaults nor its groups tell it."""
+    pytest.importorskip("torchao")
+    shape = (129, 32)  # 4128 elements: whole blocks of 32, not of 256
+    kind = optimizer_class("AdamW8bit")
+    params = parameters([shape], torch.float32)
+    optimizer = kind(params, block_size=32)
+    train(optimizer, params, range(2))
+    checkpoint.save(tmp_path / "x", optimizer)
+    fresh = kind(parameters([shape], torch.float32), block_size=32)
+    checkpoint.load(tmp_path / "x", fresh)
+    same_state(fresh.state_dict()["state"], optimizer.state_dict()["state"], "loaded")
+    other = torch.optim.AdamW(parameters([shape], torch.float32))
+    with pytest.raises(ValueError, match="OptimState8bit"):
+        checkpoint.load(tmp_path / "x", other)
+    assert not other.state

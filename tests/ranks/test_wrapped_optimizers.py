@@ -329,3 +329,67 @@ def collect_for_several(rank: int, world_size: int) -> None:
 def test_collecting_for_one_rank_after_another_drops_nobodys_copy():
     with pytest.raises(AssertionError, match="failed on rank 1"):  # (loading is collective: the refusal is everybody's)
         run_ranks(collect_for_several, 3)
+
+
+# --- one directory, several savers ------------------------------------------------------------------------------------
+
+
+def save_two_at_once(rank: int, world_size: int, directory: Path) -> list[str]:
+    """One rank saves two optimizers in the background into one directory."""
+    told = []
+    if rank == 0:
+        handles = []
+        for _ in range(2):
+            _, optimizer = oracle(STEPS)
+            try:
+                handles.append(checkpoint.save(directory / "x", optimizer, asynchronous=True))
+            except RuntimeError as error:
+                told.append(str(error))
+        for handle in handles:
+            handle.wait()
+    return told
+
+
+def test_two_saves_at_once_into_one_directory_do_not_mix(tmp_path):
+    told = run_ranks(save_two_at_once, 2, tmp_path)[0]
+    assert len(told) <= 1  # the first may have ended before the second began
+    checkpoint.verify(tmp_path / "x")
+
+
+def save_beside_a_group(rank: int, world_size: int, directory: Path) -> list[str]:
+    """A sharded optimizer is saved by all, then a rank that is not its first saves a plain one over it."""
+    params, optimizer = sharded()
+    train(optimizer, params, STEPS)
+    checkpoint.save(directory / "x", optimizer)
+    told = []
+    if rank == 1:
+        told.append(str(error_of(lambda: checkpoint.save(directory / "x", oracle(STEPS)[1]))))
+    dist.barrier()
+    groups = [dist.new_group([0]), dist.new_group([1, 2])]
+    part = ZeroRedundancyOptimizer(parameters(), torch.optim.AdamW, groups[min(rank, 1)])
+    try:
+        if rank > 0:
+            checkpoint.save(directory / "x", part)
+    except RuntimeError as error:
+        told.append(str(error))
+    return told
+
+
+def test_another_rank_or_group_does_not_replace_what_a_group_has_saved(tmp_path):
+    told = run_ranks(save_beside_a_group, 3, tmp_path)
+    assert "rank 0 of this run has saved" in told[1][0]
+    assert all("has saved" in texts[-1] for texts in told[1:])
+    fresh = torch.optim.AdamW(parameters())
+    checkpoint.load(tmp_path / "x", fresh)
+    assert_same(state_of(fresh), state_of(oracle(STEPS)[1]), "what the group saved is there")
+
+
+def keep_own(rank: int, world_size: int, directory: Path) -> None:
+    _, optimizer = oracle(STEPS)
+    for step in range(3):
+        checkpoint.save(directory / f"step-{step}-rank-{rank}", optimizer, keep=1)
+
+
+def test_keeping_the_newest_spares_what_other_ranks_have_saved(tmp_path):
+    run_ranks(keep_own, 3, tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"step-2-rank-{rank}" for rank in range(3)]
