@@ -9,7 +9,7 @@ ranks hold the same weights is checked apart.
 
 from __future__ import annotations
 
-import copy
+import io
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -109,7 +109,7 @@ def _expected(subject: Subject, facts: Facts, saved: dict[str, Any], only: Seque
     course, model = facts.course, Model(facts.course)
     if facts.random or facts.resumes:
         weights = list(saved["model"].values())
-        state_dict = copy.deepcopy(saved["optim"])
+        state_dict = _copy(saved["optim"])
         params, plain = training.resume_plain(subject, course, weights, _part_of(state_dict, only), only)
     else:
         params, plain = training.run_plain(subject, course)
@@ -122,7 +122,7 @@ def _plain_takes_it(subject: Subject, facts: Facts, saved: dict[str, Any]) -> No
     if facts.resumes:
         return
     weights = list(saved["model"].values())
-    params, _ = training.resume_plain(subject, facts.course, weights, copy.deepcopy(saved["optim"]))
+    params, _ = training.resume_plain(subject, facts.course, weights, _copy(saved["optim"]))
     expected, _ = training.run_plain(subject, facts.course)
     _assert_same(
         [p.detach() for p in params], [p.detach() for p in expected], "the plain class, from the sharded dict:"
@@ -263,6 +263,13 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(sizes.values())
 
 
+def _copy(value: Any) -> Any:
+    """As through a file. (torchao's states cannot be copied by copy.deepcopy.)"""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return torch.load(io.BytesIO(buffer.getvalue()), weights_only=False)
+
+
 def _is_sequence(value: Any) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping, Tensor))
 
@@ -278,8 +285,10 @@ def _assert_same(ours: Any, expected: Any, where: str) -> None:
             assert alike, f"{where}: {_distance(mine, other)}"
     elif isinstance(expected, Mapping):
         assert isinstance(ours, Mapping), f"{where}: {ours!r} is no mapping"
-        assert set(ours) == set(expected), f"{where}: keys {list(ours)} are not {list(expected)}"
-        for key in expected:
+        # A clock that heavyball keeps with the first parameter of a group: here with the first of each rank.
+        alike = set(ours) ^ set(expected) <= {"step"}
+        assert alike, f"{where}: keys {list(ours)} are not {list(expected)}"
+        for key in (key for key in expected if key in ours):
             _assert_same(ours[key], expected[key], f"{where}[{key!r}]")
     elif _is_sequence(expected):
         ours, expected = list(ours), list(expected)

@@ -198,7 +198,7 @@ def claim_by_other_paths(rank: int, world_size: int, directory: Path) -> str:
         told = str(error_of(lambda: claims.claim(directory / "link" / "x")))
     dist.barrier()
     if rank == 0:  # now its sign cannot be seen, as on another host
-        (sign,) = (directory / "real").glob(".x.*.0.claim")
+        (sign,) = (directory / "real").glob(".x.*.0.*.claim")
         sign.rename(directory / "elsewhere")
     dist.barrier()
     if rank == 1:
