@@ -68,8 +68,10 @@ ARROWS = {
     "lazy": {"stepping"},
     "sharded_state": {
         "agreement",
+        "codec",
         "collectives",
         "dcp_bridge",
+        "local",
         "naming",
         "placement",
         "saving",

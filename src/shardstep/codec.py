@@ -43,6 +43,33 @@ def encode(value: Any, lift: Callable[[Tensor], int]) -> Any:
     )
 
 
+def encode_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options as JSON data, as far as they are plain values or tensors of one number; others are left out."""
+    encoded = {}
+    for key, value in options.items():
+        numbers: list[list[Any]] = []
+
+        def lift(tensor: Tensor, numbers: list[list[Any]] = numbers) -> int:
+            if tensor.dim() or tensor.is_complex():
+                raise TypeError("has several numbers")
+            numbers.append([dtype_name(tensor.dtype), tensor.item()])
+            return len(numbers) - 1
+
+        try:
+            encoded[key] = [encode(value, lift), numbers]
+        except TypeError:  # functions, objects: every rank has its own
+            continue
+    return encoded
+
+
+def decode_options(data: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of ``encode_options``."""
+    return {
+        key: decode(value, [torch.tensor(number, dtype=dtype_of(dtype)) for dtype, number in numbers])
+        for key, (value, numbers) in data.items()
+    }
+
+
 def decode(data: Any, tensors: Sequence[Tensor] | Mapping[int, Tensor]) -> Any:
     """The inverse of ``encode``, with the tensors by number."""
     if not isinstance(data, dict):

@@ -68,6 +68,9 @@ class _Unsharded(Placement):
         self._optimizer = optimizer
         self._optimizer_class, self._defaults = type(optimizer), dict(optimizer.defaults)  # type: ignore[assignment]
 
+    def group_owners(self) -> list[list[int]]:
+        return [[0] for _ in self.indices]
+
     def fresh_optimizer(self, param_groups: Sequence[dict[str, Any]]) -> Optimizer:
         """As configured as the user's: nobody knows with which arguments that was built."""
         twin = object.__new__(type(self._optimizer))

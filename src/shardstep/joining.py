@@ -45,8 +45,16 @@ def to_json(written: Written) -> dict[str, Any]:
         "file": written.name,
         "list": manifests.to_json(written.file),
         "entries": entries,
-        "paths": {fqn: list(path) for fqn, path in paths.items() if fqn in entries},
+        "paths": {fqn: _with_position(path) for fqn, path in paths.items() if fqn in entries},
     }
+
+
+def _with_position(path: Sequence[Any]) -> list[Any]:
+    """Parameter groups are a list, of which a rank writes some: it gives them by position, which DCP makes a text."""
+    root, of_groups, *rest = [*path, "", ""]
+    if (root, of_groups) == ("optim", "param_groups") and rest[0] != "":
+        return [root, of_groups, int(rest[0]), *path[3:]]
+    return list(path)
 
 
 def joined(told: Sequence[dict[str, Any]], directory: Path) -> tuple[Metadata, dict[str, FileList]]:

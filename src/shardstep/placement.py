@@ -328,6 +328,14 @@ class Placement:
         """Whether the optimizer makes state when it is built."""
         return any(verdict.eager for verdict in self._verdicts)
 
+    def group_owners(self) -> list[list[int]]:
+        """Per group, the ranks that have a piece of it: what a step writes into a group is written there."""
+        owners: list[list[int]] = [[] for _ in self.indices]
+        for rank in range(self.layout.world_size):
+            for position in {self.layout.spec_of[piece.param].group for piece in self.layout.pieces(rank)}:
+                owners[position].append(rank)
+        return owners
+
     def given_options(self, position: int) -> set[str]:
         """The options that the user gave a group."""
         return set(self._options[position])

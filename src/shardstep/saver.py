@@ -54,12 +54,15 @@ class Contribution:
         form = sharded_form.named_form(
             holder.optimizer.param_groups, names, holder.placement, holder.local, blanks=False
         )
-        if not first:
-            del form["param_groups"]
         _keep_what_this_rank_writes(form["state"], holder)
         form["state"] = {name: _leaved(entry) for name, entry in form["state"].items()}
-        if first:
-            form["param_groups"] = [_with_leaves(_plain_options(group)) for group in form["param_groups"]]
+        # A group is written by a rank that has a piece of it: into an empty one some optimizers write nothing.
+        writers = [owners[0] if owners else 0 for owners in holder.placement.group_owners()]
+        form["param_groups"] = {
+            position: _with_leaves(_plain_options(group))
+            for position, (group, writer) in enumerate(zip(form["param_groups"], writers, strict=True))
+            if writer == holder.group.rank
+        }
         self.form: dict[str, Any] = {"optim": form}
         if model is not None:
             self.form["model"] = _with_leaves(_model_part(model, holder.group))

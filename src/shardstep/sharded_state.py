@@ -13,7 +13,9 @@ from torch.optim import Optimizer
 
 from shardstep import collectives, dcp_bridge, saving, sharded_form
 from shardstep.agreement import Board
+from shardstep.codec import decode_options, encode_options
 from shardstep.collectives import Group
+from shardstep.local import options_of
 from shardstep.naming import names_of
 from shardstep.placement import Placement
 from shardstep.state import StateView, collect, describe
@@ -52,6 +54,7 @@ class ShardedState(Optimizer):
         chunk = max(int(chunk_mb * 2**20), 1)
         with self._undone_everywhere("consolidate_state_dict"):
             states = self._collect(described, to, chunk)
+            self._bring_options(to)
         self._board.agree("consolidate_state_dict", [("outcome", {"done": "True"})])
         if self.rank == to:
             states.update((key, value) for key, value in self.optim.state.items() if not isinstance(key, Tensor))
@@ -121,6 +124,7 @@ class ShardedState(Optimizer):
             to = 0 if wanted.offload and collectives.is_everybody(self._group) else None
             # Contiguous: torch's broadcast_from_rank0 mixes up the elements of what is not.
             states = map_tensors(self._collect(described, to), Tensor.contiguous)
+            self._bring_options(to)
         else:
             entries = sharded_form.sharded_states(placement, self.optim, blanks=True)
             states = {index: entries.get(index, {}) for index in placement.params}
@@ -201,6 +205,21 @@ class ShardedState(Optimizer):
             chunk_bytes=chunk_bytes,
             find_class=placement.find_state_class,
         )
+
+    def _bring_options(self, to: int | None) -> None:
+        """Some optimizers write nothing into a group that is empty, as it is where a rank has no piece of it."""
+        for position, owners in enumerate(self._placed.group_owners()):
+            lacks = len(owners) < self.world_size if to is None else to not in owners
+            if not owners or not lacks:
+                continue
+            options = {} if self.rank != owners[0] else options_of(self.optim.param_groups[position])
+            told = collectives.move_json(self._group, encode_options(options), owners[0], to)
+            if told is not None and self.rank not in owners:
+                found = decode_options(told)
+                self.optim.param_groups[position].update(found)
+                self.param_groups[position].update(
+                    (key, value) for key, value in found.items() if key not in self._placed.notes
+                )
 
     @property
     def state(self) -> StateView:  # type: ignore[override]

@@ -71,7 +71,9 @@ def _sweep(subject: Subject, row: Row, folder: str) -> Row:
         assert all(finding == findings[0] for finding in findings), f"the ranks found different things: {findings}"
     if facts.takes_float64:
         wide = run_ranks(claims.trains_in_float64, 3, subject, facts, **LIMITS)[0]
-        assert ("refused" in wide) == bool(refusals), f"float32: {findings[0]}, float64: {wide}"
+        # One that rounds at random does so in float32 only: what counts is what people train in.
+        random = bool(refusals) and "random numbers" in refusals[0]
+        assert random or ("refused" in wide) == bool(refusals), f"float32: {findings[0]}, float64: {wide}"
     if refusals:
         for text in refusals:
             _check_refusal(subject, facts, text)

@@ -198,6 +198,53 @@ def test_state_that_lies_otherwise_in_memory_comes_back_as_it_lay(world_size, tm
     run_ranks(memory_orders, world_size, tmp_path)
 
 
+class CountsOnTheGroup(Habit):
+    """Counts its steps on the group, unless that is empty, and steps shorter and shorter. (heavyball's SFAdamW, too.)"""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in (group for group in self.param_groups if group["params"]):
+            group["count"] = group.get("count", torch.zeros(())) + 1
+        return super().step(closure)
+
+    def update(self, param: torch.Tensor, state: dict, group: dict) -> None:
+        super().update(param, state, {"lr": group["lr"] / float(group["count"])})
+
+
+def count_on_groups(rank: int, world_size: int, directory: Path) -> None:
+    def groups(params: list) -> list[dict]:
+        return [{"params": params[:1]}, {"params": params[1:2], "lr": 0.2}]  # a rank has one of them, or none
+
+    shapes = [(9, 5), (7, 3)]
+    params, theirs = parameters(shapes), parameters(shapes)
+    opt = ZeroRedundancyOptimizer(groups(params), CountsOnTheGroup, shard="tensor")
+    plain = CountsOnTheGroup(groups(theirs))
+    train(opt, params, range(3))
+    train(plain, theirs, range(3))
+    checkpoint.save(directory / "count", opt)
+    opt.consolidate_state_dict(to=world_size - 1)
+    form = [opt.state_dict()]
+    dist.broadcast_object_list(form, src=world_size - 1)
+    start = values_of(theirs)
+    train(plain, theirs, range(3, 6))
+    for source in ("checkpoint", "dict"):
+        again = [torch.nn.Parameter(value.clone()) for value in start]
+        fresh = ZeroRedundancyOptimizer(
+            groups(again), CountsOnTheGroup, shard="element" if source == "dict" else "tensor"
+        )
+        if source == "dict":
+            fresh.load_state_dict(form[0])
+        else:
+            checkpoint.load(directory / "count", fresh)
+        train(fresh, again, range(3, 6))
+        assert_same(values_of(again), values_of(theirs), source)
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_what_is_written_into_a_group_is_saved_by_a_rank_that_has_a_piece_of_it(world_size, tmp_path):
+    run_ranks(count_on_groups, world_size, tmp_path)
+
+
 class SharedCounter(Habit):
     """Keeps a tensor under a key that is no parameter. (MADGRAD does.)"""
 
