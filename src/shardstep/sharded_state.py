@@ -215,7 +215,8 @@ class ShardedState(Optimizer):
             options = {} if self.rank != owners[0] else options_of(self.optim.param_groups[position])
             told = collectives.move_json(self._group, encode_options(options), owners[0], to)
             if told is not None and self.rank not in owners:
-                found = decode_options(told)
+                users = self.defaults.keys() | self._placed.given_options(position)  # the same on every rank
+                found = {key: value for key, value in decode_options(told).items() if key not in users}
                 self.optim.param_groups[position].update(found)
                 self.param_groups[position].update(
                     (key, value) for key, value in found.items() if key not in self._placed.notes

@@ -199,7 +199,7 @@ def test_state_that_lies_otherwise_in_memory_comes_back_as_it_lay(world_size, tm
 
 
 class CountsOnTheGroup(Habit):
-    """Counts its steps on the group, unless that is empty, and steps shorter and shorter. (heavyball's SFAdamW, too.)"""
+    """Counts its steps on the group, unless that is empty, and steps ever shorter. So does heavyball's SFAdamW."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
