@@ -55,10 +55,13 @@ def claim(directory: Path) -> Claim:
     if job is None:
         return Claim()
     directory = Path(os.path.realpath(directory))
-    directory.parent.mkdir(parents=True, exist_ok=True)
     name = f"{job.rank}.{secrets.token_hex(4)}"  # one rank may save two optimizers
     sign = _sign_of(directory, job, name)
-    sign.touch()  # before the claim: whoever sees the claim sees it, too, if it can
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        sign.touch()  # before the claim: whoever sees the claim sees it, too, if it can
+    except OSError:  # nothing can be written there: the save says so, better than this could
+        return Claim()
     try:
         key = _take(directory, job, name)
     except RuntimeError:

@@ -14,13 +14,12 @@ from tests.optimizers.catalogue import PACKAGES, Subject, is_abstract, is_instal
 from tests.optimizers.outcomes import Row, record
 from tests.optimizers.training import Facts
 
-# Quick and unlike each other: cut, whole, 8-bit, schedule-free, with a closure, random, coupled, hybrid.
+# Quick and unlike each other: cut, whole, 8-bit, schedule-free, with a closure, coupled, hybrid.
 SAMPLE = [
     Subject("bitsandbytes.optim", "AdamW8bit"),
     Subject("schedulefree", "AdamWScheduleFree"),
     Subject("schedulefree", "SGDScheduleFreeClosure"),
     Subject("pytorch_optimizer", "AdaFactor"),
-    Subject("pytorch_optimizer", "Kron"),
     Subject("pytorch_optimizer", "Lamb"),
     Subject("pytorch_optimizer", "Lion"),
     Subject("pytorch_optimizer", "Muon"),
@@ -28,14 +27,14 @@ SAMPLE = [
     Subject("torchao.optim", "AdamW8bit"),
 ]
 ALL = [*SAMPLE, *(subject for subject in subjects() if subject not in SAMPLE)]
-LIMITS = {"timeout": 100, "pg_timeout": 60}
+LIMITS = {"timeout": 300, "pg_timeout": 120}
 
 
 def _marks(subject: Subject) -> list[pytest.MarkDecorator]:
     return [] if subject in SAMPLE else [pytest.mark.optimizers]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("subject", [pytest.param(s, id=str(s), marks=_marks(s)) for s in ALL])
 def test_every_class_trains_as_the_plain_one_and_resumes_or_is_refused_by_name(subject, tmp_path):
     if not is_installed(subject.package):
