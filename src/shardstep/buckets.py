@@ -169,6 +169,11 @@ class Exchange:
         self._staging = _Staging(packed, group.rank, even=not self._pairwise) if any(packed) else None
         self.empty = self._in_place is None and not any(self._direct) and self._staging is None
 
+    @property
+    def must_wait(self) -> bool:
+        """Whether an earlier exchange has to be finished before this one can start."""
+        return self._mailboxes is not None and self._staging is not None and self._mailboxes.is_full
+
     def start(self) -> Flight:
         """Send my shard and receive the others."""
         if self._in_place is not None:

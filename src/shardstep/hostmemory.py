@@ -21,8 +21,8 @@ from torch import Tensor
 from shardstep import collectives
 from shardstep.collectives import Group, Handle
 
-# Exchanges in flight at the same time: enough to keep the wire busy while the next bucket is updated, and a bound on
-# the memory for staging.
+# Gathers in flight at the same time: enough to keep the wire busy while the next bucket is updated, and a bound on the
+# memory for staging.
 MAX_IN_FLIGHT = 4
 _FOLDER = "/dev/shm"
 _NUMBERS = 251  # exchanges are told apart by a byte
@@ -42,9 +42,18 @@ class Mailboxes:
         """How many exchanges may be in flight."""
         return len(self._slots) // 2
 
+    @property
+    def is_full(self) -> bool:
+        """Whether an exchange has to end before the next one may take a slot. Whoever takes slots asks this first."""
+        return self._taken - self._heard >= self.in_flight
+
     def take(self) -> Tensor:
         """The slot of the next exchange, as bytes. Every rank takes slots in the same order."""
-        assert self._taken - self._heard < self.in_flight, "the note above rests on this"
+        if self.is_full:  # no assert: the note above rests on this, and without it memory is overwritten silently
+            raise RuntimeError(
+                f"shared memory expects at most {self.in_flight} exchanges in flight, but one more was started. This "
+                "is a mistake in shardstep: please report it, and set SHARDSTEP_SHARED_MEMORY=0 meanwhile."
+            )
         slot = self._slots[self._taken % len(self._slots)]
         self._taken += 1
         return slot
@@ -68,16 +77,16 @@ class Mailboxes:
             )
 
 
-def open_mailboxes(group: Group, exchanges: int, slot_bytes: int) -> Mailboxes | None:
+def open_mailboxes(group: Group, in_flight: int, slot_bytes: int) -> Mailboxes | None:
     """Slots of ``slot_bytes`` shared by all ranks, or None if they cannot share memory (other hosts, no space).
 
-    Enough for steps of that many exchanges: no more than that, and no more than MAX_IN_FLIGHT, are in flight at once.
+    Enough for exactly ``in_flight`` exchanges at once.
 
     Collective: call on every rank of the group. Rank 0 makes a file in memory that only its user can open, and removes
     its name once all ranks have mapped it: nothing is left behind, unless it is killed in between. A rank on which the
     environment variable SHARDSTEP_SHARED_MEMORY is 0 wants none, and then nobody has any.
     """
-    count = 2 * min(exchanges, MAX_IN_FLIGHT)
+    count = 2 * in_flight
     size = count * -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
     path, secret = os.path.join(_FOLDER, f"shardstep-{secrets.token_hex(8)}"), secrets.token_hex(16)
     wanted = os.environ.get("SHARDSTEP_SHARED_MEMORY") != "0"

@@ -100,8 +100,12 @@ class Parcels:
             for state in self._shards.buckets
             if placement.is_small(state.bucket)
         ]
-        if sizes and (self._mailboxes is None or self._mailboxes.slot_bytes < max(sizes)):
-            self._mailboxes = open_mailboxes(self._group, self._in_flight, max(sizes))
+        if not sizes:
+            return
+        # More slots than buckets would stay unused. A smaller ring is no mistake: make_room asks it.
+        in_flight, boxes = min(self._in_flight, len(self._shards.buckets)), self._mailboxes
+        if boxes is None or boxes.slot_bytes < max(sizes) or boxes.in_flight < in_flight:
+            self._mailboxes = open_mailboxes(self._group, in_flight, max(sizes))
 
     @property
     def any_flying(self) -> bool:
@@ -129,6 +133,7 @@ class Parcels:
         while (
             self._again
             or len(self._flying) >= self._in_flight
+            or (self._mailboxes is not None and self._mailboxes.is_full)
             or any(sent.state is state and not sent.over for sent in self._flying)
         ):
             if not self._bring_in_one(patience):

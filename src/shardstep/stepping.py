@@ -42,7 +42,7 @@ class Gathers:
         exchange = self._placement.exchanges[position]
         if exchange is None:
             return
-        if len(self._in_flight) == MAX_IN_FLIGHT:
+        while len(self._in_flight) >= MAX_IN_FLIGHT or exchange.must_wait:
             self.finish_oldest()
         with record_function("shardstep::gather"):
             self._placement.started += 1

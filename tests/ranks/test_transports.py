@@ -121,3 +121,54 @@ def _killed(rank, world_size):
 
 def test_a_rank_that_leaves_makes_the_others_raise():
     assert run_ranks(_killed, 3, pg_timeout=5) == ["told", "left", "told"]
+
+
+def _reduce_with_many_in_flight(rank, world_size, transport):
+    """Eight buckets, then two more. Oracle: the plain optimizer with the mean of all ranks' gradients."""
+    os.environ["SHARDSTEP_SHARED_MEMORY"] = "1" if transport == "shared memory" else "0"
+    shapes = [(300,)] * 8
+    for in_flight in (1, 4, 5, 8, 1000):
+        ours, theirs = parameters(shapes), parameters(shapes)
+        plain = torch.optim.SGD(theirs, lr=0.1)
+        options = {"bucket_cap_mb": 2400 / 2**20, "shard_gradients": True, "gradient_buckets_in_flight": in_flight}
+        sharded = ZeroRedundancyOptimizer(ours, torch.optim.SGD, lr=0.1, **options)
+        for step in range(6):
+            if step == 3:
+                for params, optimizer in ((ours, sharded), (theirs, plain)):
+                    params.extend(added := parameters([(300,)] * 2))
+                    optimizer.add_param_group({"params": added})
+            sharded.zero_grad()
+            sum((param * (rank + step + i)).sum() for i, param in enumerate(ours)).backward()
+            for i, param in enumerate(theirs):
+                mean = sum(other + step + i for other in range(world_size)) / world_size
+                param.grad = torch.full_like(param, mean)
+            for optimizer in (sharded, plain):
+                optimizer.step()
+            assert all(map(torch.equal, ours, theirs)), (in_flight, step)
+        assert len(sharded.layout.buckets) == 10
+        ring = sharded._rounds._parcels._mailboxes
+        assert (ring is not None) == (transport == "shared memory")
+        assert ring is None or ring.in_flight == min(in_flight, 10)  # and not as much memory as for a thousand
+
+
+@pytest.mark.parametrize("transport", ["shared memory", "sockets"])
+def test_any_number_of_gradient_buckets_may_be_in_flight(transport):
+    run_ranks(_reduce_with_many_in_flight, 2, transport)
+
+
+def _take_too_many(rank, world_size):
+    from shardstep import collectives, hostmemory
+
+    ring = hostmemory.open_mailboxes(collectives.open_group(None), 2, 100)
+    assert not ring.is_full
+    ring.take(), ring.take()
+    assert ring.is_full
+    with pytest.raises(RuntimeError, match="expects at most 2 exchanges in flight"):
+        ring.take()
+    ring.release()
+    ring.take()
+
+
+def test_a_full_ring_gives_out_no_slot_whatever_its_owner_believes():
+    """An error, not an assert: ``python -O`` leaves those out."""
+    run_ranks(_take_too_many, 2)
