@@ -73,10 +73,8 @@ class LazyGathers:
         self,
         gathers: Gathers,
         params_of: Callable[[int], list[Tensor]],
-        on_failure: Callable[[GatherFailed], None],
     ) -> None:
         self._gathers = gathers
-        self._on_failure = on_failure
         self._waiting: dict[int, list[Parameter]] = {}
         for position in gathers.in_flight:
             params = params_of(position)
@@ -97,10 +95,9 @@ class LazyGathers:
             for position in done:
                 self._release(position)
                 self._gathers.finish_oldest()
-        except GatherFailed as error:
+        except GatherFailed:
             for position in positions:  # nothing is to come any more: one error is enough
                 self._release(position)
-            self._on_failure(error)
             raise
 
     def _release(self, position: int) -> None:

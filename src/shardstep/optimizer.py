@@ -188,30 +188,29 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         # With a closure the gradients to lend are those it leaves behind: see _sharded.
         borrowed = self._lend(everyone) if self._join_config.enable and not callable(closure) else None
         copy_options(self.param_groups, self.optim.param_groups)
-        try:
-            if borrowed is None:
-                with self._own_gradients():
-                    evaluate = self._sharded(closure) if callable(closure) else closure
-                    loss = self._update_and_gather(evaluate, kwargs)
-            else:
-                with uneven.borrowed_gradients(placement.shard.tensors, borrowed):
-                    loss = self._update_and_gather(None, {})
-        except GatherFailed as error:
-            self._note_failed_gather(error)
-            raise
+        if borrowed is None:
+            with self._own_gradients():
+                evaluate = self._sharded(closure) if callable(closure) else closure
+                loss = self._update_and_gather(evaluate, kwargs)
+        else:
+            with uneven.borrowed_gradients(placement.shard.tensors, borrowed):
+                loss = self._update_and_gather(None, {})
         copy_options(self.optim.param_groups, self.param_groups, self._placed.notes)
         self._end_step()
         self._take_gradients()
         return loss
 
     def _update_and_gather(self, closure: Callable[[], Any] | None, kwargs: dict[str, Any]) -> Any:
-        placement, gathers = self._placed, Gathers(self._placed, self._board)
+        placement, gathers = self._placed, self._new_gathers()
         lazily = self._lazy_gather and closure is None
         loss = update_and_gather(placement, self.optim, gathers, self._board, closure, kwargs, lazily)
         if gathers.in_flight:
-            me = weakref.proxy(self)
-            self._status.lazy = LazyGathers(gathers, placement.params_of, lambda error: me._note_failed_gather(error))
+            self._status.lazy = LazyGathers(gathers, placement.params_of)
         return loss
+
+    def _new_gathers(self) -> Gathers:
+        me = weakref.proxy(self)  # lazy gathers are kept in our status
+        return Gathers(self._placed, self._board, lambda error: me._note_failed_gather(error))
 
     def wait_for_parameters(self) -> None:
         """With ``lazy_gather``: finish the gathers that are still under way.
@@ -260,7 +259,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         def evaluate() -> Any:
             nonlocal lends
             if self._placed.moves_first:  # each rank has moved its pieces: the closure is about all of them
-                gather(self._placed, self._board)
+                gather(self._placed, self._new_gathers())
             loss = closure()
             if lends:
                 if self._rounds is not None:
@@ -559,7 +558,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             copy_options(self.param_groups, self.optim.param_groups)
             getattr(self.optim, name)()
             copy_options(self.optim.param_groups, self.param_groups, self._placed.notes)
-            gather(self._placed, self._board)
+            gather(self._placed, self._new_gathers())
 
         return switch
 

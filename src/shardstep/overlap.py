@@ -31,7 +31,7 @@ from shardstep.collectives import GradBucket, Group
 from shardstep.hooks import GradientHooks
 from shardstep.local import copy_options, fire_post_hooks, fire_pre_hooks
 from shardstep.optimizer import ZeroRedundancyOptimizer
-from shardstep.stepping import Gathers, failing_together, update_all, update_bucket
+from shardstep.stepping import failing_together, update_all, update_bucket
 from shardstep.wrappers import unwrapped
 
 Hook = Callable[[Any, GradBucket], torch.futures.Future]
@@ -174,7 +174,7 @@ class _Iteration:
         self._usage = usage
         zero._begin_step()
         self._placement = placement = zero._placed
-        self._gathers = Gathers(placement, zero._board)
+        self._gathers = zero._new_gathers()
         active = dict(zip(placement.params, placement.active, strict=True))
         # A frozen parameter that holds a gradient all the same is stepped with it; DDP does not know about it.
         self._gradients: dict[int, Tensor | None] = {

@@ -27,9 +27,10 @@ Closure = Callable[[], Any] | None
 class Gathers:
     """The exchanges of one step: started one after the other, finished in the same order, few in the air at once."""
 
-    def __init__(self, placement: Placement, board: Board) -> None:
+    def __init__(self, placement: Placement, board: Board, on_failure: Callable[[GatherFailed], None]) -> None:
         self._placement = placement
         self._board = board
+        self._on_failure = on_failure  # told of every failure, also of those that another error hides
         self._in_flight: deque[tuple[int, Exchange, Flight]] = deque()
 
     @property
@@ -49,7 +50,7 @@ class Gathers:
             try:
                 self._in_flight.append((position, exchange, exchange.start()))
             except RuntimeError as error:
-                raise _explained(error, self._board) from error
+                raise self._failed(error) from error
 
     def finish(self) -> None:
         """Bring all ranks' parameters up to date with what was started."""
@@ -73,9 +74,14 @@ class Gathers:
         with record_function("shardstep::gather"):
             try:
                 flight.handle.wait()
+                exchange.finish(flight)
             except RuntimeError as error:
-                raise _explained(error, self._board) from error
-            exchange.finish(flight)
+                raise self._failed(error) from error
+
+    def _failed(self, error: RuntimeError) -> GatherFailed:
+        failure = _explained(error, self._board)
+        self._on_failure(failure)
+        return failure
 
 
 def update_and_gather(
@@ -123,9 +129,8 @@ def failing_together(placement: Placement, board: Board, gathers: Gathers) -> It
         raise
 
 
-def gather(placement: Placement, board: Board) -> None:
+def gather(placement: Placement, gathers: Gathers) -> None:
     """Bring all ranks' parameters up to date with their owners'."""
-    gathers = Gathers(placement, board)
     for position in placement.active_buckets:
         gathers.start(position)
     gathers.finish()
@@ -150,4 +155,4 @@ def _explained(error: RuntimeError, board: Board) -> GatherFailed:
     except RuntimeError:  # the store is gone with its host; the first error is all there is to tell
         where = ""
     told = f" Meanwhile {where}. Call it on every rank, in the same order." if where else ""
-    return GatherFailed(f"step: the parameters could not be gathered: {error}.{told}")
+    return GatherFailed(f"step: the parameters could not be gathered: {str(error).rstrip('.')}.{told}")

@@ -8,9 +8,11 @@ import weakref
 
 import pytest
 import torch
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import Parameter
+from torch.nn.parallel import DistributedDataParallel
 
-from shardstep import ZeroRedundancyOptimizer
+from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step
 from tests.harness import run_ranks
 from tests.twins import Twins, parameters, values
 
@@ -91,6 +93,43 @@ def test_a_rank_that_fails_alone_and_goes_on_ends_in_errors_on_all_ranks_never_i
     for told in run_ranks(_goes_on_alone, 2, transport, pg_timeout=3):
         assert len(told) == 3, told
         assert "restart" in told[-1] or "Start the processes again" in told[-1] or "expects a call" in told[-1], told
+
+
+def _in_another_exchange(rank, world_size, way):
+    """Rank 1 counts one exchange more than rank 0, as if it had gone on by itself."""
+    choose("shared memory")
+    model = torch.nn.Linear(40, 40)
+    options = {"lazy_gather": way == "lazy", "overlap_with_ddp": way == "hook"}
+    opt = ZeroRedundancyOptimizer(model.parameters(), FailsOnce, lr=0.1, bucket_cap_mb=0.001, **options)
+    called = model
+    if way == "hook":
+        called = DistributedDataParallel(model)
+        called.register_comm_hook(None, hook_with_zero_step(allreduce_hook, called, opt))
+    ring = opt._placement._mailboxes
+    if rank == 1:
+        ring._taken, ring._heard = ring._taken + 1, ring._heard + 1
+    if way == "hidden":  # by an error of the optimizer, while the first bucket is on its way
+        FailsOnce.fails_at = FailsOnce.calls + 2
+    told = []
+    for round in range(4):
+        try:
+            if way == "hook" and round > 0:  # DDP itself makes no further backward: ask what its hook would ask
+                opt._begin_step()
+            called(torch.ones(3, 40)).sum().backward()
+            opt.step()
+        except (ArithmeticError, RuntimeError) as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.parametrize("way", ["plain", "lazy", "hook", "hidden"])
+def test_after_ranks_were_in_different_exchanges_no_further_step_is_made(way):
+    """What they have sent each other since is unknown, whatever the counts say afterwards."""
+    for told in run_ranks(_in_another_exchange, 2, way, pg_timeout=10):
+        first = "on the way" if way == "hidden" else "in the same exchange"
+        assert first in told[0], told
+        assert len(told) >= 3, told
+        assert all("Start the processes again, from a checkpoint" in text for text in told[1:]), told
 
 
 def _odd_caps(rank, world_size):
