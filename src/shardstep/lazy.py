@@ -9,6 +9,7 @@ same way.) So a forward waits bucket by bucket, and ``state_dict``, an EMA, a ch
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -47,34 +48,41 @@ class InFlightParameter(Parameter):
         kwargs = kwargs or {}
         if func not in _HARMLESS:
             for param in _in_flight([args, kwargs]):
-                if isinstance(param, InFlightParameter):  # an earlier one may have brought it along
-                    param._arrive()
+                _await(param)
             return func(*args, **kwargs)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: Any) -> Any:
-        self._arrive()
+        _await(self)
         return copy.deepcopy(self, memo)
 
     def __reduce_ex__(self, proto: Any) -> Any:
-        self._arrive()
+        _await(self)
         return self.__reduce_ex__(proto)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        self._arrive()
+        _await(self)
         return repr(self)
 
 
-class LazyGathers:
-    """The gathers of one step that are still under way, and the parameters that wait for them."""
+def _await(param: InFlightParameter) -> None:
+    arrive = vars(param).get("_arrive")  # gone if another parameter, or another thread, has brought it along
+    if arrive is not None:
+        arrive()
 
-    def __init__(
-        self,
-        gathers: Gathers,
-        params_of: Callable[[int], list[Tensor]],
-    ) -> None:
+
+class LazyGathers:
+    """The gathers of one step that are still under way, and the parameters that wait for them.
+
+    Any thread may touch a parameter. One finishes the gather, and lets go of the interpreter while it waits; the others
+    wait for that one. So a parameter becomes ordinary only when its value is there.
+    """
+
+    def __init__(self, gathers: Gathers, params_of: Callable[[int], list[Tensor]]) -> None:
         self._gathers = gathers
+        self._lock = threading.RLock()  # reentrant: a signal handler may touch a parameter while this thread finishes
+        self._failure: GatherFailed | None = None
         self._waiting: dict[int, list[Parameter]] = {}
         for position in gathers.in_flight:
             params = params_of(position)
@@ -89,16 +97,23 @@ class LazyGathers:
 
     def finish(self, through: int | None = None) -> None:
         """Finish all gathers up to that of bucket ``through`` (None: all): they were started in this order."""
-        positions = self._gathers.in_flight
-        done = positions if through is None else positions[: positions.index(through) + 1]
-        try:
-            for position in done:
-                self._release(position)
-                self._gathers.finish_oldest()
-        except GatherFailed:
-            for position in positions:  # nothing is to come any more: one error is enough
-                self._release(position)
-            raise
+        with self._lock:
+            if self._failure is not None:  # that of another thread, for which this one has waited
+                raise self._failure
+            positions = self._gathers.in_flight
+            if through is not None and through not in positions:  # another thread was faster
+                return
+            done = positions if through is None else positions[: positions.index(through) + 1]
+            try:
+                for position in done:
+                    with torch._C.DisableTorchFunctionSubclass():  # putting a value in its place is no reading of it
+                        self._gathers.finish_oldest()
+                    self._release(position)
+            except GatherFailed as failure:
+                self._failure = failure
+                for position in positions:  # nothing is to come any more: one error is enough
+                    self._release(position)
+                raise
 
     def _release(self, position: int) -> None:
         for param in self._waiting.pop(position, ()):

@@ -226,8 +226,8 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self._status.gather_failed, self._status.failure = True, str(error)
 
     def _begin_step(self) -> None:
-        self.wait_for_parameters()
         self._check_last_step()
+        self.wait_for_parameters()
         self._notice_changes()
         self._status.changed()
         self._status.failure = "it did not end"

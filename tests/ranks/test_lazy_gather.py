@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import os
+import threading
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.lazy import InFlightParameter
 from tests.harness import run_ranks
+from tests.twins import parameters
 
 
 def make_model() -> nn.Module:
@@ -90,3 +94,75 @@ def test_lazy_gathers_end_in_the_weights_of_ddp_and_no_reader_sees_a_mixture(wor
 
 def test_a_compiled_model_computes_with_what_arrived():
     run_ranks(beside_ddp, 2, True, True)
+
+
+def touched_by_threads(rank: int, world: int, way: str, shard: str) -> None:
+    """Rank 1 is late with its step. On rank 0 one thread waits for a gather when others touch the same parameters."""
+    os.environ["SHARDSTEP_SHARED_MEMORY"] = "1" if way == "shared memory" else "0"
+    shapes = [(40, 50)] * 6
+    params, theirs = parameters(shapes), parameters(shapes)
+    options = {"bucket_cap_mb": 40 * 50 * 8 * 2 / 2**20, "shard": shard, "lazy_gather": True}
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, **options)
+    plain = torch.optim.SGD(theirs, lr=0.1)
+    for step in range(3):
+        for param in (*params, *theirs):
+            param.grad = torch.full_like(param, step + 1)
+        plain.step()
+        if rank == 1:
+            time.sleep(0.5)
+        optimizer.step()
+        if rank == 0:
+            assert all(type(param) is InFlightParameter for param in params)
+        seen: list[list[torch.Tensor]] = []
+
+        def touch(delay: float, seen: list = seen) -> None:
+            time.sleep(delay)
+            seen.append([param.detach().clone() for param in params])
+
+        threads = [threading.Thread(target=touch, args=(delay,), daemon=True) for delay in (0, 0.1, 0.15, 0.2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        assert len(seen) == len(threads), "a thread hangs"
+        for values in seen:
+            assert all(map(torch.equal, values, theirs)), f"a thread saw old values in step {step}"
+
+
+@pytest.mark.parametrize("shard", ["element", "tensor"])
+@pytest.mark.parametrize("way", ["shared memory", "sockets"])
+def test_threads_that_touch_parameters_while_another_one_waits_see_the_new_values(way, shard):
+    run_ranks(touched_by_threads, 2, way, shard)
+
+
+def told_to_threads(rank: int, world: int) -> list[str]:
+    """Rank 1 never steps. What the threads of rank 0 are told when they touch parameters."""
+    params = parameters([(40, 50)] * 2)
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, lazy_gather=True)
+    told: list[str] = []
+    if rank == 1:
+        time.sleep(4)  # longer than the other one waits
+        return told
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+
+    def touch(delay: float) -> None:
+        time.sleep(delay)
+        try:
+            params[0].sum()
+        except RuntimeError as error:
+            told.append(str(error))
+
+    threads = [threading.Thread(target=touch, args=(delay,), daemon=True) for delay in (0, 0.3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return told
+
+
+def test_if_the_gather_fails_every_thread_that_waits_for_it_is_told():
+    told = run_ranks(told_to_threads, 2, pg_timeout=2)[0]
+    assert len(told) == 2
+    assert all("could not be gathered" in text for text in told), told
