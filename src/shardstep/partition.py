@@ -116,6 +116,7 @@ def _assign_greedily(specs: Sequence[ParamSpec], loads: _Loads, world_size: int,
 def _fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: int, narrowest: int) -> Iterable[list[ParamSpec]]:
     """Runs of parameters of one device and dtype of at most ``bucket_bytes``, padding included, last parameter first.
 
+    (Within its bucket a run is put into another order, which may need a little more padding.)
     That is the order in which backward finishes gradients. A parameter larger than a bucket is a run of
     its own and does not close the run that smaller ones are filling.
     """
@@ -145,11 +146,12 @@ def _whole_bucket(position: int, run: Sequence[ParamSpec], owners: dict[int, int
 def _cut_bucket(
     position: int, run: Sequence[ParamSpec], world_size: int, loads: Sequence[int], narrowest: int
 ) -> Bucket:
-    """A bucket cut into equal shards.
+    """A bucket cut into equal shards, the first parameter first: rank 0 owns it.
 
     One that is too small for equal aligned shards, or has much padding because its parameters are tiny, gives out
     elements instead: it evens out what the earlier ones left uneven.
     """
+    run = run[::-1]
     offsets, numel = _lay_out(run, narrowest)
     elements = sum(spec.numel for spec in run)
     granule = _alignment(elements // world_size)
