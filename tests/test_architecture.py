@@ -25,7 +25,8 @@ ARROWS = {
     "orders": set(),
     "local": set(),
     "naming": set(),
-    "collectives": set(),
+    "torch_versions": set(),
+    "collectives": {"torch_versions"},
     "subclasses": {"codec"},
     "partition": {"layout"},
     "report": {"layout", "subclasses"},
@@ -105,11 +106,12 @@ ARROWS = {
     "torch_file": set(),
     "manifest": set(),
     "keys": set(),
-    "safe_metadata": {"manifest"},
+    "dcp_versions": set(),
+    "safe_metadata": {"dcp_versions", "manifest"},
     "directories": {"manifest"},
     "file_writer": {"manifest", "torch_file"},
-    "file_reader": {"manifest", "safe_metadata", "torch_file"},
-    "joining": {"codec", "file_writer", "manifest"},
+    "file_reader": {"dcp_versions", "manifest", "safe_metadata", "torch_file"},
+    "joining": {"codec", "dcp_versions", "file_writer", "manifest"},
     "holders": {
         "agreement",
         "buckets",
@@ -132,6 +134,7 @@ ARROWS = {
         "claims",
         "codec",
         "collectives",
+        "dcp_versions",
         "directories",
         "file_writer",
         "holders",
@@ -143,6 +146,7 @@ ARROWS = {
         "state_shard",
     },
     "loader": {
+        "dcp_versions",
         "file_reader",
         "file_writer",
         "holders",
@@ -193,7 +197,7 @@ PURE = ("layout", "partition", "boxes")
 FORBIDDEN = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "eval", "exec")
 # Who speaks with torch.distributed.checkpoint, reads and writes its files, and its metadata (a pickle).
 DCP_USERS = ("state_shard", "safe_metadata", "file_writer", "file_reader", "joining", "saver", "loader", "offline")
-DCP_USERS += ("conversion",)
+DCP_USERS += ("conversion", "dcp_versions")
 FILE_USERS = ("torch_file", "file_writer", "file_reader", "saver", "conversion")
 PICKLE_USERS = ("safe_metadata", "saver")
 FORBIDDEN_OF_TORCH = ("load", "save", "broadcast_object", "_broadcast_object", "broadcast_object_list")
@@ -274,6 +278,7 @@ def test_layout_and_partition_are_pure(module):
 def test_only_collectives_touches_torch_distributed(path):
     allowed = {
         "collectives": ("torch.distributed",),
+        "torch_versions": ("torch.distributed",),  # what collectives needs, in older versions
         "optimizer": ("torch.distributed.algorithms.join",),  # the base class that the contract asks for
         **dict.fromkeys(DCP_USERS, ("torch.distributed.checkpoint",)),
     }.get(path.stem, ())

@@ -31,11 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-GradBucket = dist.GradBucket  # what DDP gives to its hooks
+from shardstep import torch_versions
 
-# torch 2.13 gave these new names and warns about the old ones.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+GradBucket = dist.GradBucket  # what DDP gives to its hooks
 
 # Our sends and receives carry a tag of their own, so that they cannot meet a user's on the same group.
 _TAG = 0x5353
@@ -55,7 +53,7 @@ class Group:
     @property
     def store(self) -> dist.Store:
         """The key-value store the group was made with: a side channel that no collective can block."""
-        return self.own_store or self.process_group.get_group_store()
+        return self.own_store or torch_versions.group_store(self.process_group)
 
     @property
     def timeout(self) -> timedelta:
@@ -105,7 +103,8 @@ def job() -> Job | None:
     """The job that this process is part of; None if it is alone."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return None
-    store = dist.distributed_c10d._get_default_group().get_group_store().clone()  # type: ignore[attr-defined]
+    default = dist.distributed_c10d._get_default_group()
+    store = torch_versions.second_connection(torch_versions.group_store(default))
     # torchrun may keep its store over restarts, after which ranks may be other processes.
     restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     run = store.compare_set(f"shardstep/run/{restarts}", "", secrets.token_hex(8)).decode()
@@ -148,7 +147,7 @@ def open_side_group(group: Group, backend: str | None = None) -> Group:
 
 def for_another_thread(group: Group) -> Group:
     """The group with a connection of its own to the store. (One connection serves one call at a time, also a wait.)"""
-    return replace(group, own_store=group.store.clone())  # type: ignore[attr-defined]
+    return replace(group, own_store=torch_versions.second_connection(group.store))
 
 
 def same_ranks(one: Group, other: Group) -> bool:
@@ -252,7 +251,7 @@ def exchange_headers(group: Group, header: Tensor) -> Handle:
     if group.world_size == 1:
         headers[0] = header
         return Handle((), headers)
-    work = _all_gather(headers.view(-1), header, group=group.process_group, async_op=True)
+    work = torch_versions.all_gather(headers.view(-1), header, group=group.process_group, async_op=True)
     return Handle((work,) if work is not None else (), headers)
 
 
@@ -279,7 +278,7 @@ def reduce_shards(group: Group, buffer: Tensor, shards: Sequence[Tensor], total:
     is scratch memory afterwards.
     """
     if len({shard.numel() for shard in shards}) == 1 and shards[0].numel() * len(shards) == buffer.numel():
-        work = _reduce_scatter(total, buffer, group=group.process_group, async_op=True)
+        work = torch_versions.reduce_scatter(total, buffer, group=group.process_group, async_op=True)
         return Handle((work,) if work is not None else (), buffer)
     works = [
         dist.reduce(
@@ -300,7 +299,7 @@ def all_gather_rows(group: Group, row: Tensor) -> Tensor:
         return row.unsqueeze(0)
     wire = row.to(group.wire_device) if row.device.type not in group.backends else row
     rows = torch.empty((group.world_size, wire.numel()), dtype=wire.dtype, device=wire.device)
-    _all_gather(rows.view(-1), wire.contiguous(), group=group.process_group)
+    torch_versions.all_gather(rows.view(-1), wire.contiguous(), group=group.process_group)
     return rows.to(row.device)
 
 
@@ -320,7 +319,7 @@ def gather_buffer(group: Group, buffer: Tensor) -> Handle:
     """Start to gather a buffer that is cut into ``world_size`` equal shards; mine is already in place."""
     shard = buffer.numel() // group.world_size
     mine = buffer[group.rank * shard : (group.rank + 1) * shard]
-    work = _all_gather(buffer, mine, group=group.process_group, async_op=True)
+    work = torch_versions.all_gather(buffer, mine, group=group.process_group, async_op=True)
     return Handle((work,) if work is not None else ())
 
 

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 from torch.futures import Future
 
+from shardstep import dcp_versions, safe_metadata
 from shardstep import manifest as manifests
-from shardstep import safe_metadata
 from shardstep.manifest import CheckpointError, FileList, Item, Manifest
 from shardstep.torch_file import WINDOW_BYTES, Frame, bytes_in, frame_of, memory_of
 
@@ -128,8 +128,9 @@ class Reader(FileSystemReader):
 
     def _read_item(self, file: _OpenFile, item: ReadItem, planner: Any) -> None:
         info = self.storage_data[item.storage_index]
-        if info.transform_descriptors:
-            raise CheckpointError(f"{file.path} is written with transforms {info.transform_descriptors}: unsupported.")
+        transforms = dcp_versions.transforms_of(info)
+        if transforms:
+            raise CheckpointError(f"{file.path} is written with transforms {transforms}: unsupported.")
         if item.type == LoadItemType.BYTE_IO:
             planner.load_bytes(item, io.BytesIO(file.read_whole(info)))
             return

@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
     TensorProperties,
     TensorStorageMetadata,
 )
 
+from shardstep import dcp_versions
 from shardstep import manifest as manifests
 from shardstep.codec import dtype_name, dtype_of
 from shardstep.file_writer import Written
@@ -78,13 +78,7 @@ def joined(told: Sequence[dict[str, Any]], directory: Path) -> tuple[Metadata, d
                 index = MetadataIndex(fqn, offsets, len(known.chunks) - 1)
                 storage[index] = _StorageInfo(part["file"], at, length)
     _check_whole(entries)
-    metadata = Metadata(
-        entries,
-        planner_data=paths,
-        storage_data=storage,
-        storage_meta=StorageMeta(checkpoint_id=str(directory)),
-        version=CURRENT_DCP_VERSION,
-    )
+    metadata = dcp_versions.metadata_of(entries, paths, storage, directory)
     return metadata, {part["file"]: manifests.from_json(part["list"]) for part in told}
 
 

@@ -10,14 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.nn import Module
 
+from shardstep import dcp_versions, sharded_form
 from shardstep import manifest as manifests
-from shardstep import sharded_form
 from shardstep.file_reader import Reader, SafeLoadPlanner, put
 from shardstep.file_writer import NO_DIST_WARNING
 from shardstep.holders import Holder
@@ -57,7 +56,7 @@ class Checkpoint:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=NO_DIST_WARNING)
             try:
-                dcp.load(form, storage_reader=self.reader, planner=planner or SafeLoadPlanner(), no_dist=True)
+                dcp_versions.load(form, self.reader, planner or SafeLoadPlanner())
             except CheckpointException as wrapped:
                 error = next(iter(wrapped.failures.values()))[0]
                 if isinstance(error, (CheckpointError, MemoryError, torch.OutOfMemoryError, KeyboardInterrupt)):

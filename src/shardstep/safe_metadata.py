@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
+from shardstep import dcp_versions
 from shardstep.manifest import CheckpointError
 
 _RECORDS = (
@@ -53,7 +54,7 @@ class _StandIn:
 
 def _record(kind: type) -> Callable[[Any, Any], Any]:
     """For a data class: its fields, and nothing else, from the state."""
-    names = {field.name for field in fields(kind)}
+    names = {*(field.name for field in fields(kind)), *dcp_versions.later_fields(kind)}
 
     def turn(args: Any, state: Any) -> Any:
         if args or not isinstance(state or {}, dict) or not names.issuperset(state or {}):

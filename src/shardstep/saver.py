@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
-from shardstep import directories, joining, sharded_form
+from shardstep import dcp_versions, directories, joining, sharded_form
 from shardstep import manifest as manifests
 from shardstep.agreement import Board
 from shardstep.claims import Claim
@@ -228,7 +228,7 @@ class Saving:
             warnings.filterwarnings("ignore", message=NO_DIST_WARNING)
             # Each rank is alone for DCP. It would pickle its plans and send them; ours travel as JSON (``_finish``).
             try:
-                dcp.save(self._contribution.form, storage_writer=self._writer(), planner=_Planner(), no_dist=True)
+                dcp_versions.save(self._contribution.form, self._writer(), _Planner())
             except BaseException as error:
                 self._undo(error)
                 raise _unwrapped(error) from None
@@ -238,15 +238,8 @@ class Saving:
     def start(self) -> Future[Any]:
         """Save in a thread, what was staged."""
         warnings.filterwarnings("ignore", message=NO_DIST_WARNING)  # (it comes from the thread)
-        started = dcp.async_save(
-            self._contribution.form,
-            storage_writer=self._writer(),
-            planner=_Planner(),
-            process_group=self._group.process_group,
-            async_stager=_Staged(),  # type: ignore[arg-type]
-            no_dist=True,
-        )
-        assert isinstance(started, Future)
+        process_group = self._group.process_group
+        started = dcp_versions.save_in_thread(self._contribution.form, self._writer(), _Planner(), process_group)
         ended: Future[None] = Future()
 
         def end(done: Future[Any]) -> None:
@@ -344,21 +337,6 @@ class Saving:
 def _unwrapped(error: BaseException) -> BaseException:
     """The error inside the one that DCP wraps around it."""
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-
-
-class _Staged:
-    """DCP's stager for what is staged already."""
-
-    should_synchronize_after_execute = False
-
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        return state_dict
-
-    def synchronize_staging(self) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
 
 
 class SaveHandle:

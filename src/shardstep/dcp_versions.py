@@ -1,0 +1,96 @@
+"""What differs in torch.distributed.checkpoint between the versions of torch that this package runs with (2.6 to 2.15).
+
+Each function says for which versions it is, and asks for the feature, not for the number.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+
+# Fields that a later version writes: all may be in a file, and none has a meaning for who has no such field.
+_LATER_FIELDS = {
+    "Metadata": ("version",),  # torch >= 2.9
+    "_StorageInfo": ("transform_descriptors",),  # torch >= 2.7
+}
+
+
+def later_fields(kind: type) -> tuple[str, ...]:
+    """The fields of a record that this version may not have."""
+    return _LATER_FIELDS.get(kind.__name__, ())
+
+
+def transforms_of(info: Any) -> Any:
+    """How an item was changed on its way to the file; torch < 2.7 has no field for it."""
+    return getattr(info, "transform_descriptors", None)
+
+
+def metadata_of(entries: dict[str, Any], paths: dict[str, Any], storage: dict[Any, Any], directory: Path) -> Metadata:
+    """DCP's description of a checkpoint."""
+    # torch < 2.9 has no number for its format.
+    version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+    numbered = {"version": version} if version is not None else {}
+    meta = StorageMeta(checkpoint_id=str(directory))
+    return Metadata(entries, planner_data=paths, storage_data=storage, storage_meta=meta, **numbered)
+
+
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    return name in inspect.signature(function).parameters
+
+
+def save(form: dict[str, Any], writer: Any, planner: Any) -> None:
+    """``dcp.save`` of one rank for itself."""
+    if _takes(dcp.save, "no_dist"):
+        dcp.save(form, storage_writer=writer, planner=planner, no_dist=True)
+    else:  # torch 2.6: only the function below can be told
+        state_dict_saver._save_state_dict(form, writer, no_dist=True, planner=planner)
+
+
+def load(form: dict[str, Any], reader: Any, planner: Any) -> None:
+    """``dcp.load`` of one rank for itself."""
+    if _takes(dcp.load, "no_dist"):
+        dcp.load(form, storage_reader=reader, planner=planner, no_dist=True)
+    else:  # torch 2.6, as in ``save``
+        state_dict_loader._load_state_dict(form, reader, no_dist=True, planner=planner)
+
+
+def save_in_thread(form: dict[str, Any], writer: Any, planner: Any, process_group: Any) -> Future[Any]:
+    """``dcp.async_save`` of one rank for itself, of what is staged already."""
+    if _takes(dcp.async_save, "async_stager"):
+        started = dcp.async_save(
+            form,
+            storage_writer=writer,
+            planner=planner,
+            process_group=process_group,
+            async_stager=_Staged(),  # type: ignore[arg-type]
+            no_dist=True,
+        )
+        assert isinstance(started, Future)
+        return started
+    # torch < 2.9 always stages, once more, and always for all ranks.
+    executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardstep-save")
+    started = executor.submit(save, form, writer, planner)
+    executor.shutdown(wait=False)
+    return started
+
+
+class _Staged:
+    """DCP's stager for what is staged already."""
+
+    should_synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+    def synchronize_staging(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
