@@ -73,7 +73,7 @@ def place(tmp_path) -> Path:
 def save_with_dcp(form: dict[str, Any], directory: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # that this process is alone; it would be on standard error, too
-        dcp.save(form, checkpoint_id=directory, no_dist=True)
+        dcp.save(form, checkpoint_id=directory)
 
 
 def everything_in(directory: Path) -> dict[str, float]:

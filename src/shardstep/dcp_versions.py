@@ -1,19 +1,26 @@
 """What differs in torch.distributed.checkpoint between the versions of torch that this package runs with (2.6 to 2.15).
 
-Each function says for which versions it is, and asks for the feature, not for the number.
+Each function says for which versions it is, and asks for the feature rather than for the number. (Numbers compare as
+versions, not as texts.)
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
+from collections import ChainMap
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
 
 # Fields that a later version writes: all may be in a file, and none has a meaning for who has no such field.
 _LATER_FIELDS = {
@@ -39,6 +46,12 @@ def metadata_of(entries: dict[str, Any], paths: dict[str, Any], storage: dict[An
     numbered = {"version": version} if version is not None else {}
     meta = StorageMeta(checkpoint_id=str(directory))
     return Metadata(entries, planner_data=paths, storage_data=storage, storage_meta=meta, **numbered)
+
+
+def without_data() -> AbstractContextManager[None]:
+    """In it ``torch.load`` tells what an object consists of, and leaves out the tensors' bytes."""
+    # torch 2.6 has skip_data for saving only: there the bytes are read as well. (Nothing but the number tells.)
+    return torch.serialization.skip_data() if torch.__version__ >= "2.7" else nullcontext()
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
@@ -79,6 +92,19 @@ def save_in_thread(form: dict[str, Any], writer: Any, planner: Any, process_grou
     started = executor.submit(save, form, writer, planner)
     executor.shutdown(wait=False)
     return started
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """DCP's planner, of a rank for itself, which may have a part of a tensor only."""
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        if torch.__version__ >= "2.9":
+            return super().create_global_plan(all_plans)
+        # torch < 2.9 expects whole tensors, also of a rank that is alone. Whether all ranks together have them is
+        # checked when they are joined.
+        plans, metadata = create_default_global_save_plan(all_plans)
+        paths = ChainMap(*(plan.planner_data or {} for plan in plans))
+        return plans, dataclasses.replace(metadata, planner_data=dict(paths))
 
 
 class _Staged:

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
@@ -186,7 +185,7 @@ def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
 
 
-class _Planner(dcp.DefaultSavePlanner):
+class _Planner(dcp_versions.SavePlanner):
     """DCP's planner, which refuses what could not be read again without running code."""
 
     def transform_object(self, write_item: Any, object: Any) -> Any:
@@ -194,7 +193,7 @@ class _Planner(dcp.DefaultSavePlanner):
         data = super().transform_object(write_item, object)
         if isinstance(data, io.BytesIO):
             try:
-                with torch.serialization.skip_data():  # what it consists of counts, not the tensors' bytes
+                with dcp_versions.without_data():
                     torch.load(io.BytesIO(data.getvalue()), map_location="cpu", weights_only=True)
             except pickle.UnpicklingError as error:
                 raise TypeError(

@@ -165,7 +165,7 @@ def build(root: Path) -> None:
     model, optimizer = trained_plain()
     for name, options in (("sharded", StateDictOptions()), ("flat", FLAT)):
         form = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer, options=options)}
-        dcp.save(form, checkpoint_id=root / f"plain-{name}", no_dist=True)
+        dcp.save(form, checkpoint_id=root / f"plain-{name}")
     full = get_optimizer_state_dict(model, optimizer, options=FULL)
     for entry in full["state"].values():  # torch's broadcast from rank 0 scrambles channels_last, for any optimizer
         entry.update((key, value.contiguous()) for key, value in entry.items())
@@ -211,7 +211,7 @@ def test_the_plain_optimizer_loads_the_sharded_dicts(root, saved, kind, options)
     expected = torch.load(root / "expected.pt")
     model, optimizer = plain(partial(Mixed, 500), lr=0.7)
     form = {"model": model.state_dict(), "optim": get_optimizer_state_dict(model, optimizer, options=options)}
-    dcp.load(form, checkpoint_id=root / f"{saved}-{kind}", no_dist=True)
+    dcp.load(form, checkpoint_id=root / f"{saved}-{kind}")
     model.load_state_dict(form["model"])
     set_optimizer_state_dict(model, optimizer, form["optim"], options=options)
     train(model, optimizer, range(SAVED_AT, END))

@@ -10,6 +10,7 @@ import torch
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
 from tests.twins import Twins, assert_same, parameters, values
+from tests.versions import Muon, needs_muon, with_muon_if_there
 
 CLASSES = {
     name: cls
@@ -77,7 +78,7 @@ def _train_class(rank, world_size, name, shards):
                 twins.check(to=world_size - 1)
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", with_muon_if_there(sorted({*TRAINED, "Muon"})))
 def test_every_class_in_every_variant_ends_with_the_bits_of_the_plain_optimizer(name):
     run_ranks(_train_class, 3, name, ("tensor", "auto", "element"))
 
@@ -200,14 +201,14 @@ def test_results_do_not_depend_on_the_size_of_a_bucket(world_size):
 def _muon_groups(rank, world_size):
     twins = Twins(
         lambda: parameters(MATRICES),
-        torch.optim.Muon,
+        Muon,
         lambda p: [{"params": p[:2], "shard": "tensor"}, {"params": p[2:], "shard": "tensor", "lr": 0.05}],
         lr=0.02,
     )
     assert all("shard" not in group for group in twins.opt.param_groups + twins.opt.optim.param_groups)
     twins.step(STEPS)
     twins.check()
-    matrices = Twins(lambda: parameters(MATRICES), torch.optim.Muon, lr=0.02)
+    matrices = Twins(lambda: parameters(MATRICES), Muon, lr=0.02)
     rest = Twins(lambda: parameters([(5,), (13,), (1,)]), torch.optim.AdamW, lr=0.1)
     for _ in range(STEPS):
         matrices.step()
@@ -218,6 +219,7 @@ def _muon_groups(rank, world_size):
     assert world_size == 1 or _cut_pieces(rest.opt)
 
 
+@needs_muon
 @pytest.mark.parametrize("world_size", [1, 3, 4])
 def test_muon_on_matrices_and_adamw_on_the_rest_in_one_loop(world_size):
     run_ranks(_muon_groups, world_size)
@@ -244,11 +246,11 @@ def test_a_group_chooses_its_granularity():
 
 
 def _hybrid_muon(rank, world_size):
-    from pytorch_optimizer import Muon
+    from pytorch_optimizer import Muon as HybridMuon
 
     twins = Twins(
         lambda: parameters([(6, 5), (7, 4), (5,), (13,)], torch.float32),
-        Muon,
+        HybridMuon,
         lambda p: [{"params": p[:2], "use_muon": True}, {"params": p[2:], "use_muon": False}],
     )
     kinds = [spec.granularity for spec in twins.opt._placement.layout.specs]

@@ -23,12 +23,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import SGD, AdamW, Muon, RMSprop
+from torch.optim import SGD, AdamW, RMSprop
 from torch.utils.checkpoint import checkpoint
 
 from shardstep import ShardedGradient, ZeroRedundancyOptimizer
 from tests.harness import run_ranks
 from tests.oracle import assert_same, values_of
+from tests.versions import Muon, needs_muon
 
 STEPS = 20
 KB, KB64 = 1 / 1024, 64 / 1024
@@ -261,7 +262,11 @@ def schedule_free(rank: int, world: int) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("train", [muon_and_adamw, hybrid_muon, schedule_free], ids=lambda train: train.__name__)
+@pytest.mark.parametrize(
+    "train",
+    [pytest.param(muon_and_adamw, marks=needs_muon), hybrid_muon, schedule_free],
+    ids=lambda train: train.__name__,
+)
 def test_twenty_steps_equal_ddp_for_muon_and_schedule_free(train, world):
     run_ranks(train, world, **LIMITS)
 

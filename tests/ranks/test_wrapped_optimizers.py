@@ -42,8 +42,8 @@ def wrapped(how: str, optimizer: torch.optim.Optimizer) -> Any:
 
 
 def needs(how: str) -> None:
-    if how != "accelerate":
-        pytest.importorskip("lightning", reason="in the environment of make test-frameworks")
+    package = "accelerate" if how == "accelerate" else "lightning"
+    pytest.importorskip(package, reason=f"{package} is in the environment of make test-frameworks")
 
 
 def sharded(shard: str = "auto") -> tuple[list[torch.nn.Parameter], ZeroRedundancyOptimizer]:

@@ -190,14 +190,14 @@ def test_dcp_reads_through_the_reader_and_finds_damage(tmp_path: Path) -> None:
     target = {"model": {"large": torch.empty(70, 90, dtype=torch.float64)}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(target, storage_reader=Reader(path), no_dist=True)
+        dcp.load(target, storage_reader=Reader(path))
     assert_same(target["model"]["large"], trained()[0].large.detach())
     info = next(i for x, i in Reader(path).read_metadata().storage_data.items() if x.fqn == "model.large")
     data = bytearray((path / info.relative_path).read_bytes())
     data[info.offset + info.length // 2] ^= 1
     (path / info.relative_path).write_bytes(data)
     with pytest.raises(CheckpointException, match=r"__0_0\.distcp is damaged"):
-        dcp.load(target, storage_reader=Reader(path), no_dist=True)
+        dcp.load(target, storage_reader=Reader(path))
 
 
 def test_verify_finds_every_flipped_bit(tmp_path: Path) -> None:

@@ -1,0 +1,17 @@
+"""What this version of torch lacks. A test of it is skipped, and the reason names the version."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+
+Muon: Any = getattr(torch.optim, "Muon", None)  # torch >= 2.9
+needs_muon = pytest.mark.skipif(Muon is None, reason=f"torch {torch.__version__} has no torch.optim.Muon")
+
+
+def with_muon_if_there(names: Iterable[str]) -> list[Any]:
+    """For ``parametrize``: the cases of Muon are skipped if there is none."""
+    return [pytest.param(name, marks=needs_muon) if "muon" in name.lower() else name for name in names]
