@@ -24,8 +24,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.utils._pytree import tree_flatten
 
-from shardstep import ZeroRedundancyOptimizer, checkpoint, cli
-from shardstep.saving import MARK
+from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep.state.plain import MARK
+from shardstep.tools import cli
 from tests.harness import run_ranks
 
 WIDTH = 5
@@ -162,10 +163,10 @@ def test_a_checkpoint_that_lacks_a_file_is_damaged_not_a_wrong_path(command, los
 
 # --- processes of their own ---------------------------------------------------------------------------------------
 
-SHARDSTEP = [sys.executable, "-m", "shardstep.cli"]
+SHARDSTEP = [sys.executable, "-m", "shardstep.tools.cli"]
 MANY = """
 import json, sys
-from shardstep.cli import main
+from shardstep.tools.cli import main
 for arguments in json.loads(sys.argv[1]):
     print(main(arguments), end=" ", flush=True)
 """
@@ -253,7 +254,9 @@ def buffered() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
 
 
-WITHOUT_RICH = "import sys; sys.modules['rich'] = None; from shardstep.cli import main; sys.exit(main(sys.argv[1:]))"
+WITHOUT_RICH = (
+    "import sys; sys.modules['rich'] = None; from shardstep.tools.cli import main; sys.exit(main(sys.argv[1:]))"
+)
 
 
 @pytest.mark.parametrize(
@@ -288,10 +291,11 @@ def test_output_that_cannot_be_written_is_told_in_one_line(place) -> None:
 
 INTERRUPTED = """
 import os, signal, sys
-from shardstep import cli, file_reader
+from shardstep.tools import cli
+from shardstep.checkpoint.storage import reader
 def interrupted(*args):
     os.kill(os.getpid(), signal.SIGINT)
-for owner, name in ((file_reader._OpenFile, "read_whole"), (os, "fsync")):
+for owner, name in ((reader._OpenFile, "read_whole"), (os, "fsync")):
     setattr(owner, name, interrupted)
 sys.exit(cli.main(sys.argv[1:]))
 """

@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
-from shardstep import ZeroRedundancyOptimizer, checkpoint, cli
+from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep.tools import cli
 from tests.harness import run_ranks
 
 WIDTH = 96
@@ -122,7 +123,7 @@ def test_inspect_shows_a_table(saved, capsys) -> None:
 
 
 def test_the_tools_need_no_rich(saved) -> None:
-    code = "import sys; sys.modules['rich'] = None; from shardstep.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; sys.modules['rich'] = None; from shardstep.tools.cli import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run([sys.executable, "-c", code, "inspect", str(saved)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "optim.state.2.bias.exp_avg" in done.stdout
@@ -249,7 +250,8 @@ def test_convert_holds_no_more_than_a_window(tmp_path) -> None:
     code = """
 import sys
 from pathlib import Path
-from shardstep import cli, conversion
+from shardstep.tools import cli
+from shardstep.tools import conversion
 def status(field):
     rows = Path("/proc/self/status").read_text().splitlines()
     return next(int(row.split()[1]) for row in rows if row.startswith(field))

@@ -2,11 +2,11 @@
 
 from typing import Any
 
+from shardstep.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
+from shardstep.grads.sharded_gradient import ShardedGradient
 from shardstep.optimizer import ZeroRedundancyOptimizer
-from shardstep.overlap import hook_with_zero_step, hook_with_zero_step_interleaved
-from shardstep.report import MemoryReport
-from shardstep.sharded_gradient import ShardedGradient
-from shardstep.state_shard import StateShard
+from shardstep.state.memory import MemoryReport
+from shardstep.state.shard import StateShard
 
 __all__ = [
     "MemoryReport",

@@ -13,19 +13,23 @@ from torch import Tensor
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
-from shardstep import clipping, collectives, groups, replicas, report, uneven
-from shardstep.agreement import Board
-from shardstep.gradients import GradientShards
-from shardstep.layout import Layout
-from shardstep.lazy import LazyGathers
-from shardstep.local import copy_options
-from shardstep.placement import Placement
-from shardstep.reads import Reads
-from shardstep.report import MemoryReport
-from shardstep.rounds import Meeting, ReduceSettings, Rounds
-from shardstep.sharded_state import ShardedState
-from shardstep.status import Status
-from shardstep.stepping import GatherFailed, Gathers, gather, update_and_gather
+from shardstep import join
+from shardstep.comm import collectives
+from shardstep.comm.consensus import Board
+from shardstep.comm.reads import Reads
+from shardstep.engine import GatherFailed, Gathers, gather, update_and_gather
+from shardstep.grads import clipping
+from shardstep.grads.scheduler import Meeting, ReduceSettings, Rounds
+from shardstep.grads.shards import GradientShards
+from shardstep.layout.specs import Layout
+from shardstep.params import groups, replicas
+from shardstep.params.lazy_gather import LazyGathers
+from shardstep.params.local_optimizer import copy_options
+from shardstep.params.sharded_parameters import Placement
+from shardstep.state import memory
+from shardstep.state.memory import MemoryReport
+from shardstep.state.state_dicts import ShardedState
+from shardstep.state.status import Status
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +161,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         self._status = Status()
         self._expose_state()
         if collectives.debug_is_on():
-            logger.info("rank %d of %d: %s", self.rank, self.world_size, report.layout_text(placement.layout))
+            logger.info("rank %d of %d: %s", self.rank, self.world_size, memory.layout_text(placement.layout))
 
     # --- step -----------------------------------------------------------------------------------------------------
 
@@ -177,9 +181,9 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         return self._step(closure, kwargs)
 
     def _step(
-        self, closure: Callable[[], Any] | None, kwargs: dict[str, Any], everyone: list[uneven.Call] | None = None
+        self, closure: Callable[[], Any] | None, kwargs: dict[str, Any], everyone: list[join.Call] | None = None
     ) -> Any:
-        """``everyone``: in the shadow step of a rank that has joined, what the ranks do (see uneven.py)."""
+        """``everyone``: in the shadow step of a rank that has joined, what the ranks do (see join.py)."""
         placement = self._placed
         self._begin_step()
         if everyone is None and closure is None:
@@ -193,7 +197,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
                 evaluate = self._sharded(closure) if callable(closure) else closure
                 loss = self._update_and_gather(evaluate, kwargs)
         else:
-            with uneven.borrowed_gradients(placement.shard.tensors, borrowed):
+            with join.borrowed_gradients(placement.shard.tensors, borrowed):
                 loss = self._update_and_gather(None, {})
         copy_options(self.optim.param_groups, self.param_groups, self._placed.notes)
         self._end_step()
@@ -294,10 +298,10 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             if placement.moved():
                 placement.bind()
 
-    def _lend(self, everyone: list[uneven.Call] | None = None) -> dict[int, Tensor] | None:
-        everyone = everyone or uneven.meet(self._group, uneven.Call(uneven.STEP))
-        lending, placement = uneven.Lending.among(everyone), self._placed
-        return uneven.lend(
+    def _lend(self, everyone: list[join.Call] | None = None) -> dict[int, Tensor] | None:
+        everyone = everyone or join.meet(self._group, join.Call(join.STEP))
+        lending, placement = join.Lending.among(everyone), self._placed
+        return join.lend(
             self._group,
             lending,
             placement.layout,
@@ -351,7 +355,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             max_norm,
             norm_type,
             error_if_nonfinite,
-            lambda limit, order: self._announce(uneven.CLIP, limit, order),
+            lambda limit, order: self._announce(join.CLIP, limit, order),
         )
 
     def full_grad(self, param: Tensor) -> Tensor | None:
@@ -407,18 +411,18 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             sent_by_all = [row[0] for row in collectives.all_gather_ints(self._group, [sent])]
             return Meeting(self.world_size, most_sent=max(sent_by_all))
         me = weakref.proxy(self)
-        self._gradients.announce_unscaling = lambda scale, index: me._announce(uneven.UNSCALE, scale, index)
+        self._gradients.announce_unscaling = lambda scale, index: me._announce(join.UNSCALE, scale, index)
         epoch = self._reducing("backward").epoch
-        return self._meeting_of(uneven.meet(self._group, uneven.Call(uneven.ROUND, epoch, given_up, sent)))
+        return self._meeting_of(join.meet(self._group, join.Call(join.ROUND, epoch, given_up, sent)))
 
     def _announce(self, kind: int, first: float, second: float) -> None:
         """In a Join context: have the ranks that joined take part in a collective that is no step or round."""
         if self._join_config.enable:
             Join.notify_join_context(self)
-            uneven.meet(self._group, uneven.Call.of(kind, first, second))
+            join.meet(self._group, join.Call.of(kind, first, second))
 
-    def _meeting_of(self, everyone: list[uneven.Call]) -> Meeting:
-        active = sum(call.kind != uneven.JOINED for call in everyone)
+    def _meeting_of(self, everyone: list[join.Call]) -> Meeting:
+        active = sum(call.kind != join.JOINED for call in everyone)
         most_sent = max(call.sent for call in everyone) if any(call.given_up for call in everyone) else None
         epoch = max(call.epoch for call in everyone)
         return Meeting(self.world_size if self._status.divide_by_initial_world_size else active, epoch, most_sent)
@@ -435,16 +439,16 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
             return
         rounds, gradients = self._rounds, self._gradients
         if rounds is None or gradients is None:
-            self._step(None, {}, uneven.meet(self._group, uneven.Call(uneven.JOINED)))
+            self._step(None, {}, join.meet(self._group, join.Call(join.JOINED)))
             return
-        everyone = uneven.meet(self._group, uneven.Call(uneven.JOINED, sent=rounds.sent))
-        call = next((call for call in everyone if call.kind != uneven.JOINED), uneven.Call(uneven.JOINED))
+        everyone = join.meet(self._group, join.Call(join.JOINED, sent=rounds.sent))
+        call = next((call for call in everyone if call.kind != join.JOINED), join.Call(join.JOINED))
         first, second = call.arguments
-        if call.kind == uneven.ROUND:
+        if call.kind == join.ROUND:
             rounds.shadow(self._meeting_of(everyone))
-        elif call.kind == uneven.CLIP:
+        elif call.kind == join.CLIP:
             clipping.clip(self._all_params, gradients, first, second, error_if_nonfinite=False)
-        elif call.kind == uneven.UNSCALE:
+        elif call.kind == join.UNSCALE:
             like = self._placed.params[int(second)]
             scale = torch.tensor(first, dtype=torch.float32, device=like.device)
             gradients.unscale_like(like, torch.zeros(1, device=like.device), scale)
@@ -542,7 +546,7 @@ class ZeroRedundancyOptimizer(ShardedState, Joinable):
         sharded = []
         if self._gradients is not None and self._rounds is not None:
             sharded = [*self._gradients.shards(), *self._rounds.tensors()]
-        return report.measure(self._placed.params.values(), self.optim.state, sharded)
+        return memory.measure(self._placed.params.values(), self.optim.state, sharded)
 
     def __getattr__(self, name: str) -> Any:
         """Forward ``train`` and ``eval`` to a local optimizer that has them (schedule-free ones do).

@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from shardstep import ZeroRedundancyOptimizer, checkpoint, directories, file_reader, file_writer
+from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep.checkpoint.storage import directories, reader, writer
 from tests.harness import run_ranks
 
 
@@ -26,7 +27,7 @@ def with_moments(params: list[nn.Parameter], *numbers: float) -> torch.optim.Opt
 
 def test_tensors_that_pass_through_host_memory_in_parts_are_whole_in_the_file(tmp_path, monkeypatch) -> None:
     """As on an accelerator: ``cpu()`` gives new memory, and a tensor is many windows of it."""
-    for module in (file_writer, file_reader):
+    for module in (writer, reader):
         monkeypatch.setattr(module, "WINDOW_BYTES", 32 * 1024)
     monkeypatch.setattr(torch.Tensor, "cpu", lambda tensor: tensor.clone())
     weight = nn.Parameter(torch.randn(300, 700).t())  # not contiguous, so it cannot be written as it lies

@@ -27,8 +27,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
-from shardstep import manifest as manifests
 from shardstep.checkpoint import CheckpointError
+from shardstep.checkpoint.storage import manifest as manifests
 from tests.harness import run_ranks
 from tests.oracle import assert_same
 from tests.twins import values

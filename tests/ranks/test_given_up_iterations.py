@@ -22,7 +22,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
-from shardstep import ZeroRedundancyOptimizer, rounds
+from shardstep import ZeroRedundancyOptimizer
+from shardstep.grads import scheduler
 from tests.harness import run_ranks
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
@@ -156,7 +157,7 @@ Failures = Mapping[int, Mapping[int, str]]  # by number of the batch: which rank
 def prepare(transport: str, patience: float = 0.12) -> None:
     if transport == "sockets":
         os.environ["SHARDSTEP_SHARED_MEMORY"] = "0"
-    rounds.PATIENCE = patience
+    scheduler.PATIENCE = patience
 
 
 def train(both: Beside, rank: int, count: int, failures: Failures, flow: str, zero: str) -> None:

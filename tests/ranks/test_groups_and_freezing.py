@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
-from shardstep import ZeroRedundancyOptimizer, collectives
+from shardstep import ZeroRedundancyOptimizer
+from shardstep.comm import collectives
 from tests.harness import run_ranks
 from tests.twins import Twins, assert_same, parameters, values
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.lazy import InFlightParameter
+from shardstep.params.lazy_gather import InFlightParameter
 from tests.harness import run_ranks
 from tests.twins import parameters
 

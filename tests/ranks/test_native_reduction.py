@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardstep import ZeroRedundancyOptimizer, collectives
+from shardstep import ZeroRedundancyOptimizer
+from shardstep.comm import collectives
 from tests.harness import run_ranks
 from tests.oracle import error_of
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardstep import ZeroRedundancyOptimizer, checkpoint, cli
+from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep.tools import cli
 from tests.harness import run_ranks
 from tests.oracle import assert_same, error_of, parameters, train, values_of
 

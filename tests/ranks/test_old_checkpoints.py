@@ -24,8 +24,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardstep import checkpoint, cli
+from shardstep import checkpoint
 from shardstep.checkpoint import CheckpointError
+from shardstep.tools import cli
 from tests import twins
 from tests.fixtures.scenarios import (
     CONSOLIDATED,

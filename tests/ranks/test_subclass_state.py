@@ -12,7 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardstep import ZeroRedundancyOptimizer, checkpoint, cli, subclasses
+from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep.params import tensor_subclasses
+from shardstep.tools import cli
 from tests.harness import run_ranks
 from tests.oracle import error_of, train, values_of
 from tests.packed import Packed, PackedMomentum
@@ -78,7 +80,7 @@ def everywhere(rank: int, world_size: int, name: str, directory: Path, sharded: 
         same_state({k: dict(v) for k, v in form["state"].items()}, plain.state_dict()["state"], "state_dict")
         torch.save(form, directory / "consolidated.state")
         for value in (value for entry in form["state"].values() for value in entry.values()):
-            assert type(value) in (int, Tensor) or subclasses.is_subclass(value)
+            assert type(value) in (int, Tensor) or tensor_subclasses.is_subclass(value)
     checkpoint.save(directory / "now", opt, extra={"step": 3})
     handle = checkpoint.save(directory / "later", opt, asynchronous=True)
     train(opt, ours, range(3, 5))
@@ -146,7 +148,14 @@ def test_a_file_of_torchao_is_converted_with_its_module_imported_and_refused_wit
     torch.save(plain.state_dict(), tmp_path / "ao.state")
 
     def convert(*more: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "-m", "shardstep.cli", "convert", str(tmp_path / "ao.state"), str(tmp_path / "ao")]
+        command = [
+            sys.executable,
+            "-m",
+            "shardstep.tools.cli",
+            "convert",
+            str(tmp_path / "ao.state"),
+            str(tmp_path / "ao"),
+        ]
         return subprocess.run([*command, *more], capture_output=True, text=True)
 
     done = convert()
@@ -199,22 +208,22 @@ def test_subclass_state_is_not_loaded_into_an_optimizer_that_does_not_make_it(tm
 )
 def test_the_name_in_a_file_only_chooses_among_the_classes_that_the_live_optimizer_makes(edit, told):
     packed = Packed.of(torch.ones(64))
-    parts = subclasses.opened({"momentum": packed})
-    found = subclasses.closed(parts, {subclasses.name_of(Packed): Packed}.get, "parameter 0")
+    parts = tensor_subclasses.opened({"momentum": packed})
+    found = tensor_subclasses.closed(parts, {tensor_subclasses.name_of(Packed): Packed}.get, "parameter 0")
     same_state(found, {"momentum": packed}, "there and back")
-    mark = json.loads(parts["momentum"][subclasses.MARK])
-    parts["momentum"][subclasses.MARK] = json.dumps(mark | edit)
+    mark = json.loads(parts["momentum"][tensor_subclasses.MARK])
+    parts["momentum"][tensor_subclasses.MARK] = json.dumps(mark | edit)
     with pytest.raises(ValueError, match=told):
-        subclasses.closed(parts, {subclasses.name_of(Packed): Packed}.get, "parameter 0")
+        tensor_subclasses.closed(parts, {tensor_subclasses.name_of(Packed): Packed}.get, "parameter 0")
 
 
 def test_a_subclass_inside_a_subclass_is_carried_too():
     outer = Packed(Packed.of(torch.arange(64.0)), torch.ones(1), torch.float32)  # type: ignore[arg-type]
-    parts = subclasses.opened([outer])
-    assert set(parts[0]["codes"]) == {"codes", "scale", subclasses.MARK}
-    (found,) = subclasses.closed(parts, {subclasses.name_of(Packed): Packed}.get, "parameter 0")
+    parts = tensor_subclasses.opened([outer])
+    assert set(parts[0]["codes"]) == {"codes", "scale", tensor_subclasses.MARK}
+    (found,) = tensor_subclasses.closed(parts, {tensor_subclasses.name_of(Packed): Packed}.get, "parameter 0")
     assert torch.equal(found.codes.codes, outer.codes.codes)
-    assert list(subclasses.classes_in(outer)) == [Packed, Packed]
+    assert list(tensor_subclasses.classes_in(outer)) == [Packed, Packed]
 
 
 class Nested(PackedMomentum):

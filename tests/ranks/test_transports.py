@@ -94,12 +94,12 @@ def test_shared_memory_leaves_no_name_behind():
 
 
 def _full(rank, world_size):
-    from shardstep import collectives, hostmemory
+    from shardstep.comm import collectives, shared_memory
 
     group = collectives.open_group(None)
     there_is = os.statvfs("/dev/shm")
     too_much = there_is.f_bavail * there_is.f_frsize  # twice of it would be needed
-    return hostmemory.open_mailboxes(group, 1, too_much) is None
+    return shared_memory.open_mailboxes(group, 1, too_much) is None
 
 
 def test_a_full_memory_file_system_means_sockets_not_a_crash():
@@ -157,9 +157,9 @@ def test_any_number_of_gradient_buckets_may_be_in_flight(transport):
 
 
 def _take_too_many(rank, world_size):
-    from shardstep import collectives, hostmemory
+    from shardstep.comm import collectives, shared_memory
 
-    ring = hostmemory.open_mailboxes(collectives.open_group(None), 2, 100)
+    ring = shared_memory.open_mailboxes(collectives.open_group(None), 2, 100)
     assert not ring.is_full
     ring.take(), ring.take()
     assert ring.is_full

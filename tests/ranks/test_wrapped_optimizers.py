@@ -14,7 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardstep import ZeroRedundancyOptimizer, checkpoint, claims, hook_with_zero_step
+from shardstep import ZeroRedundancyOptimizer, checkpoint, hook_with_zero_step
+from shardstep.checkpoint import claims
 from tests.harness import run_ranks
 from tests.oracle import assert_same, error_of, parameters, train, values_of
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from hypothesis import strategies as st
 
-from shardstep.layout import Layout, ParamSpec
+from shardstep.layout.specs import Layout, ParamSpec
 
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 DEVICES = ("cpu#0", "cuda#0", "cuda#1")

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardstep.agreement import first_difference
+from shardstep.comm.consensus import first_difference
 
 
 def facts(*rows):
@@ -118,8 +118,8 @@ def test_a_failure_is_not_replaced_by_that_of_a_store_that_is_gone():
 
     import torch.distributed as dist
 
-    from shardstep.agreement import Board
-    from shardstep.collectives import Group
+    from shardstep.comm.collectives import Group
+    from shardstep.comm.consensus import Board
 
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", host.port, is_master=False)

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardstep.boxes import Box, boxes_of, whole
+from shardstep.layout.boxes import Box, boxes_of, whole
 
 relaxed = settings(deadline=None, max_examples=300)
 shapes = st.lists(st.integers(1, 6), min_size=1, max_size=5).map(tuple)

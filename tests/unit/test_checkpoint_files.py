@@ -27,10 +27,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardstep import checkpoint, directories, safe_metadata, torch_file
-from shardstep import manifest as manifests
+from shardstep import checkpoint
 from shardstep.checkpoint import CheckpointError, Reader
-from shardstep.manifest import FileList, Item, Manifest, RunningChecksum
+from shardstep.checkpoint.storage import directories, safe_metadata, torch_file
+from shardstep.checkpoint.storage import manifest as manifests
+from shardstep.checkpoint.storage.manifest import FileList, Item, Manifest, RunningChecksum
 from tests.oracle import assert_same
 from tests.twins import values
 
@@ -557,8 +558,8 @@ def test_metadata_is_checked_under_python_O_too(tmp_path: Path) -> None:
     code = """
 import sys
 from pathlib import Path
-from shardstep import safe_metadata
-from shardstep.manifest import CheckpointError
+from shardstep.checkpoint.storage import safe_metadata
+from shardstep.checkpoint.storage.manifest import CheckpointError
 if __debug__:
     sys.exit("asserts are on")
 for path in sorted(Path(sys.argv[1]).iterdir()):

@@ -7,10 +7,10 @@ from math import prod
 
 import pytest
 
-from shardstep.boxes import boxes_of
-from shardstep.layout import ParamSpec
-from shardstep.manifest import block_for
-from shardstep.partition import partition
+from shardstep.checkpoint.storage.manifest import block_for
+from shardstep.layout.boxes import boxes_of
+from shardstep.layout.partition import partition
+from shardstep.layout.specs import ParamSpec
 
 Shape = tuple[int, ...]
 CAP = 25 * 2**20

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from shardstep.codec import decode, dtype_name, dtype_of, encode, option_text
+from shardstep.comm.codec import decode, dtype_name, dtype_of, encode, option_text
 
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)}, key=str)
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardstep.layout import Layout, ParamSpec
-from shardstep.partition import extend, partition
+from shardstep.layout.partition import extend, partition
+from shardstep.layout.specs import Layout, ParamSpec
 from tests.unit.specs import DEFAULT_CAP, caps, spec, spec_lists, specs_of_sizes, world_sizes
 
 relaxed = settings(deadline=None, max_examples=60)

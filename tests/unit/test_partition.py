@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 
 import shardstep
-from shardstep.layout import Bucket, Layout
-from shardstep.partition import extend, partition
+from shardstep.layout.partition import extend, partition
+from shardstep.layout.specs import Bucket, Layout
 from tests.harness import run_ranks
 from tests.unit.specs import (
     DEFAULT_CAP,

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from shardstep.probe import Verdict, examine
+from shardstep.params.probe import Verdict, examine
 from tests.versions import Muon, needs_muon, with_muon_if_there
 
 Builder = Callable[..., Optimizer]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardstep.state import chunks
+from shardstep.state.collect import chunks
 
 MIB = 2**20
 sizes = st.lists(

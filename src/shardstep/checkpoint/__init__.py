@@ -1,0 +1,265 @@
+"""Checkpoints that every rank writes its part of, and that load at any number of ranks.
+
+A checkpoint is a directory of torch.distributed.checkpoint (DCP) with the keys ``model``, ``optim`` and ``extra``;
+torch's own tools read it. Tensors have their parameter's shape, whoever wrote which part. Besides DCP's files there is
+a list of checksums (``manifest.py``).
+
+What happens when, and where, in ``save``:
+
+1. every rank compares what it was asked for with the others;
+2. rank 0 makes a directory beside the final one;
+3. every rank writes its items to one file and flushes it;
+4. rank 0 hears from every rank what it wrote, writes DCP's metadata and the checksums, checks sizes, renames;
+5. every rank returns, or raises what failed anywhere.
+
+In ``load`` every rank reads for itself, the ranks agree that all could, and only then anything is changed.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from shardstep.checkpoint import adapter, claims, inspection, save_job
+from shardstep.checkpoint.adapter import Holder
+from shardstep.checkpoint.claims import Claim
+from shardstep.checkpoint.load_job import Loading
+from shardstep.checkpoint.save_job import Contribution, SaveHandle, Saving
+from shardstep.checkpoint.storage import directories
+from shardstep.checkpoint.storage.manifest import CheckpointError
+from shardstep.checkpoint.storage.reader import Reader, SafeLoadPlanner
+from shardstep.comm import collectives
+from shardstep.comm.codec import option_text
+from shardstep.comm.collectives import Group
+from shardstep.comm.consensus import Board
+from shardstep.params.local_optimizer import options_of
+
+__all__ = ["CheckpointError", "Reader", "SafeLoadPlanner", "SaveHandle", "latest", "load", "resume", "save", "verify"]
+
+
+def save(
+    directory: str | os.PathLike,
+    optimizer: Optimizer,
+    model: Module | None = None,
+    extra: Mapping[str, Any] | None = None,
+    *,
+    keep: int | None = None,
+    asynchronous: bool = False,
+) -> SaveHandle:
+    """Save an optimizer, and if given its model and anything else, as a checkpoint directory.
+
+    Collective: call on every rank of the optimizer's group, with the same arguments. (A plain ``torch.optim`` optimizer
+    is saved by the process that calls, alone; other ranks that save one into the same directory are refused.) The
+    directory is complete or not there. Needs no memory to speak of. Wrappers of Accelerate, Lightning and Fabric are
+    opened.
+    Parameters are taken to be the same on every rank, as data-parallel training keeps them (``check_replicas`` tells).
+
+    Args:
+        directory: of this checkpoint. A checkpoint that is there is replaced.
+        model: its parameters' names are the names in the checkpoint; it is saved as well.
+        extra: plain data and tensors (step, scheduler, random state); rank 0's is saved.
+        keep: delete all other checkpoints beside it but the newest, so that this many are left.
+        asynchronous: copy the state to host memory and return; the rest goes on in a thread. The next save of this
+            optimizer waits for it.
+
+    Returns:
+        A handle; ``handle.wait()`` returns when the checkpoint is complete. Without ``asynchronous`` it is.
+    """
+    holder = adapter.holder_of(optimizer)
+    _await_the_save_before(holder)
+    try:
+        path = _path_of(directory)
+        if keep is not None and (not isinstance(keep, int) or keep < 1):
+            raise ValueError(f"keep expects a number from 1 on, or None to delete nothing, but got {keep!r}.")
+        if extra is not None and not isinstance(extra, Mapping):
+            raise TypeError(f"extra expects a dict but got {type(extra).__qualname__}. Pass {{'step': ...}}.")
+        if not all(isinstance(key, str) for key in extra or ()):
+            raise TypeError(f"extra expects strings as keys but got {list(extra or ())}. (Its values may be anything.)")
+        _check_whole(holder)
+        _finish_gathers(holder)
+        contribution = Contribution(holder, model, extra)
+        if asynchronous:
+            contribution.stage()
+        claim = claims.claim(path) if holder.group.rank == 0 else Claim()
+    except Exception as error:
+        holder.fail(save_job.CALL, error)
+        raise
+    with claims.released_on_failure(claim):
+        holder.board.agree(save_job.CALL, _facts(holder, path, keep, asynchronous, contribution))
+        group, board = _side(holder)
+        saving = Saving(path, contribution, group, board, keep, claim=claim)
+        if not asynchronous:
+            saving.run()
+            return SaveHandle(path)
+        handle = SaveHandle(path, saving.start())
+    if holder.status is not None:
+        holder.status.checkpoints["pending"] = handle
+    else:
+        holder.optimizer._pending_save = handle  # type: ignore[attr-defined]
+    return handle
+
+
+def load(
+    directory: str | os.PathLike, optimizer: Optimizer, model: Module | None = None, strict: bool = True
+) -> dict[str, Any]:
+    """Load a checkpoint, saved at any number of ranks, by ``save`` or by DCP under the keys ``optim`` and ``model``.
+
+    Collective: call on every rank of the optimizer's group. Each rank reads its pieces of the state (and the model).
+    State follows the parameters' names, options their groups. If it fails on a rank it fails on all, and nothing is
+    changed.
+
+    Args:
+        model: whose names to use, and which is loaded too if the checkpoint has it.
+        strict: ValueError if names or shapes differ, with all that do. Otherwise parameters that the checkpoint does
+            not have start empty, as in a new optimizer, and what only the checkpoint has is left out, with a warning.
+
+    Returns:
+        What was saved as ``extra``.
+    """
+    return Loading(_path_of(directory), adapter.holder_of(optimizer), model, strict).run()
+
+
+def latest(directory: str | os.PathLike, thorough: bool = True) -> Path | None:
+    """The newest checkpoint in ``directory`` that is complete and undamaged; None if there is none.
+
+    Not collective. ``thorough`` reads every byte of it; without, names, sizes and the metadata are checked, and damage
+    inside a file is found by ``load``.
+    """
+    for path, manifest in directories.newest_first(_path_of(directory)):
+        if not thorough or not any(directories.problems(path, manifest)):
+            return path
+    return None
+
+
+def resume(
+    directory: str | os.PathLike, optimizer: Optimizer, model: Module | None = None, strict: bool = True
+) -> tuple[Path, dict[str, Any]] | None:
+    """Load the newest checkpoint in ``directory`` that can be read; None if there is no checkpoint at all.
+
+    Collective: call on every rank of the optimizer's group. Damaged ones are skipped with a warning. If there are some
+    and none can be read, that is a CheckpointError: starting over would be the wrong answer to a disk that is late.
+
+    Returns:
+        Its path, and what was saved as ``extra``.
+    """
+    holder, parent = adapter.holder_of(optimizer), _path_of(directory)
+    try:
+        found = directories.to_try(parent) if holder.group.rank == 0 else ([], [])
+    except OSError as error:
+        holder.fail("checkpoint.resume", error)
+        raise
+    holder.board.agree("checkpoint.resume", [("directory", {"name": parent.name})])
+    if holder.group.world_size > 1:  # what rank 0 sees counts: file systems may differ for a moment
+        found = collectives.move_json(holder.group, found, 0, None)
+    names, wrong = found
+    for name in names:
+        try:
+            found_extra = load(parent / name, optimizer, model, strict)
+        except CheckpointError as error:
+            wrong.append(str(error))
+            continue
+        for problem in wrong:
+            warnings.warn(f"a checkpoint is skipped because it cannot be read: {problem}", stacklevel=2)
+        return parent / name, found_extra
+    if wrong:
+        raise CheckpointError(
+            f"{parent} has checkpoints, but none can be read: {'; '.join(wrong)}. To start over, use another directory."
+        )
+    return None
+
+
+def verify(directory: str | os.PathLike) -> None:
+    """Read every byte of a checkpoint, of shardstep or DCP. CheckpointError tells what is missing or damaged.
+
+    Not collective.
+    """
+    problems = inspection.problems(_path_of(directory), lambda count: None)
+    if problems:
+        raise CheckpointError("; ".join(problems))
+
+
+def _path_of(directory: str | os.PathLike) -> Path:
+    if "://" in os.fspath(directory):
+        raise ValueError(
+            f"directory expects a path but got the address {os.fspath(directory)!r}. For object storage give "
+            "optimizer.sharded_state_dict() to dcp.save with a storage writer for it."
+        )
+    return Path(os.path.abspath(directory))
+
+
+def _await_the_save_before(holder: Holder) -> None:
+    """One save at a time. If the one before failed and nobody was told, on any rank, this is where everybody is."""
+    if holder.status is not None:
+        pending: SaveHandle | None = holder.status.checkpoints.pop("pending", None)
+    else:
+        pending = holder.optimizer.__dict__.pop("_pending_save", None)
+    if pending is None:
+        return
+    failure = pending.failure()
+    if failure is not None:
+        told = [pending.told]
+        if holder.group.world_size > 1:
+            told = [bool(row[0]) for row in collectives.all_gather_ints(holder.group, [pending.told])]
+        if not any(told):
+            raise failure
+
+
+def _check_whole(holder: Holder) -> None:
+    """After a step that failed half-way, state and parameters are half updated: nothing to resume from."""
+    failure = holder.status.failure if holder.status is not None else ""
+    if failure:
+        raise RuntimeError(
+            f"checkpoint.save expects an optimizer whose last step was completed, but it failed ({failure}), so its "
+            "state is half updated. Resume from the last checkpoint."
+        )
+
+
+def _finish_gathers(holder: Holder) -> None:
+    """With lazy gathers parameters may still be on their way."""
+    wait = getattr(holder.optimizer, "wait_for_parameters", None)
+    if wait is not None:
+        wait()
+
+
+def _side(holder: Holder) -> tuple[Group, Board]:
+    """Where the ranks meet for a save, which may be in the background: a connection of its own to the store.
+
+    Nothing is sent through the process group, so it may be destroyed meanwhile. (DCP wants one that serves the CPU all
+    the same.)
+    """
+    status = holder.status
+    if holder.group.world_size == 1 or status is None:
+        return holder.group, holder.board
+    side = status.checkpoints.get("side")
+    if side is None:
+        group = holder.group if "cpu" in holder.group.backends else collectives.open_side_group(holder.group, "gloo")
+        group = collectives.for_another_thread(group)
+        side = group, Board(group, "checkpoint")
+        side[1].settle()  # here, where all ranks come in the same order
+        status.checkpoints["side"] = side
+    return side
+
+
+def _facts(
+    holder: Holder, path: Path, keep: int | None, asynchronous: bool, contribution: Contribution
+) -> list[tuple[str, dict[str, str]]]:
+    arguments = {
+        "directory": path.name,
+        "keep": str(keep),
+        "asynchronous": str(asynchronous),
+        "model": str("model" in contribution.form),
+        "names": str(list(contribution.shapes)),
+    }
+    # What users set. What a step writes may differ where a rank has no parameter of a group.
+    groups = []
+    for position, group in enumerate(holder.optimizer.param_groups):
+        known = holder.optimizer.defaults.keys() | holder.placement.given_options(position)
+        options = {key: option_text(value) for key, value in sorted(options_of(group).items()) if key in known}
+        groups.append((f"parameter group {position}", options))
+    return [("argument", arguments), *groups]

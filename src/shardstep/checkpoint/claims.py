@@ -1,0 +1,109 @@
+"""Who saves into a directory: one at a time, and of the ranks of a run always the same one. Others are refused first.
+
+A plain optimizer is alone: nobody else takes part in its save. If every rank of a job saves its own into one directory,
+the last one would win and the others' state be gone; so would that of another group of ranks. So a rank that saves, of
+a sharded optimizer the first of its group, says so on the job's key-value store, and the manifest tells, to those that
+come later, which run and which rank wrote it.
+
+The same path may be another directory on another host. A rank therefore also leaves a file beside the directory while
+it saves: who does not see the file of the rank that has the claim is elsewhere, and claims the path among those.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+from shardstep.checkpoint.storage import manifest as manifests
+from shardstep.checkpoint.storage.manifest import Author, CheckpointError
+from shardstep.comm import collectives
+from shardstep.comm.collectives import Job
+
+
+class Claim:
+    """The right of this process to save into a directory, until it is released."""
+
+    def __init__(self, job: Job | None = None, key: str = "", sign: Path | None = None) -> None:
+        self.author = Author(job.run, job.rank) if job is not None else None
+        self._job, self._key, self._sign = job, key, sign
+
+    def release(self) -> None:
+        """Let others save. If the store is gone, so are the others."""
+        if self._job is not None and self._sign is not None:
+            self._sign.unlink(missing_ok=True)
+            with suppress(RuntimeError):
+                self._job.store.delete_key(self._key)
+
+
+@contextmanager
+def released_on_failure(claim: Claim) -> Iterator[None]:
+    try:
+        yield
+    except BaseException:
+        claim.release()
+        raise
+
+
+def claim(directory: Path) -> Claim:
+    """Claim a directory for this rank. RuntimeError if another rank of the same run has it, or has saved there."""
+    job = collectives.job()
+    if job is None:
+        return Claim()
+    directory = Path(os.path.realpath(directory))
+    name = f"{job.rank}.{secrets.token_hex(4)}"  # one rank may save two optimizers
+    sign = _sign_of(directory, job, name)
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        sign.touch()  # before the claim: whoever sees the claim sees it, too, if it can
+    except OSError:  # nothing can be written there: the save says so, better than this could
+        return Claim()
+    try:
+        key = _take(directory, job, name)
+    except RuntimeError:
+        sign.unlink(missing_ok=True)
+        raise
+    claimed = Claim(job, key, sign)
+    with released_on_failure(claimed):
+        author = _author_of(directory)
+        if author is not None and author.run == job.run and author.rank != job.rank:
+            raise RuntimeError(_refusal(directory, job.rank, author.rank, "has saved"))
+    return claimed
+
+
+def _take(directory: Path, job: Job, name: str) -> str:
+    """The key under which this rank has the claim on the directory as its host sees it."""
+    path = hashlib.sha256(str(directory).encode()).hexdigest()
+    for attempt in count():
+        key = f"shardstep/saving/{job.run}/{path}/{attempt}"
+        holder = job.store.compare_set(key, "", name).decode()
+        if holder == name:
+            return key
+        if _sign_of(directory, job, holder).exists():
+            raise RuntimeError(_refusal(directory, job.rank, int(holder.split(".")[0]), "is saving"))
+    raise AssertionError("the loop has no end")
+
+
+def _sign_of(directory: Path, job: Job, name: str) -> Path:
+    return directory.with_name(f".{directory.name}.{job.run}.{name}.claim")
+
+
+def _author_of(directory: Path) -> Author | None:
+    try:
+        manifest = manifests.read(directory)
+    except CheckpointError:  # it is damaged, and about to be replaced
+        return None
+    return manifest.author if manifest is not None else None
+
+
+def _refusal(directory: Path, rank: int, other: int, did: str) -> str:
+    return (
+        f"checkpoint.save expects one rank, or one group of ranks, to save into a directory, but rank {other} of this "
+        f"run {did} an optimizer in {directory}, and this is rank {rank}. Save a plain optimizer on one rank (if "
+        "dist.get_rank() == 0: ...), or use a directory for each. (A ZeroRedundancyOptimizer is saved by all ranks of "
+        "its group together.)"
+    )

@@ -1,0 +1,1 @@
+"""The files of a checkpoint. Knows torch and the codec only."""

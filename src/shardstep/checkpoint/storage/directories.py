@@ -1,0 +1,172 @@
+"""Checkpoint directories: written aside, renamed when complete, found again, and deleted when there are too many.
+
+A directory under its own name is complete. What is being written has a name that nobody takes for a checkpoint.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from shardstep.checkpoint.storage import manifest as manifests
+from shardstep.checkpoint.storage.manifest import Author, CheckpointError, Manifest
+
+# Endings of names that nobody takes for a checkpoint: being written; the one before, until the new one has its name;
+# being deleted.
+_SAVING, _REPLACED, _DELETED = ".saving", ".replaced", ".deleted"
+_FORGOTTEN = 24 * 3600.0  # seconds after which what another save left is taken for abandoned
+
+
+def aside_of(directory: Path) -> Path:
+    """Where the checkpoint is written before it gets its name: beside it, so that a rename is enough."""
+    return _sibling(directory, _SAVING)
+
+
+def prepare(directory: Path) -> None:
+    """Make the directory beside. What an interrupted save left there is deleted."""
+    if directory.is_symlink() or (directory.exists() and not _is_replaceable(directory)):
+        raise FileExistsError(
+            f"directory expects a new path, an empty directory or a checkpoint, which is replaced, but {directory} "
+            "is something else. Choose another."
+        )
+    aside = aside_of(directory)
+    _delete(aside)
+    there = next(parent for parent in aside.parents if parent.exists())
+    aside.mkdir(parents=True)
+    for parent in aside.parents:  # a new directory is there after a power failure if its parent was flushed
+        _flush(parent)
+        if parent == there:
+            break
+
+
+def _is_replaceable(directory: Path) -> bool:
+    return directory.is_dir() and ((directory / manifests.METADATA_NAME).exists() or not any(directory.iterdir()))
+
+
+def commit(directory: Path) -> None:
+    """Give a complete checkpoint its name. From then on it is there, also after a power failure.
+
+    At every moment there is a complete one: the old one under its name, or the old one put by, or the new one.
+    """
+    aside, old = aside_of(directory), _sibling(directory, _REPLACED)
+    _flush(aside)
+    if directory.exists():
+        _delete(old)
+        os.rename(directory, old)
+    os.rename(aside, directory)
+    _flush(directory.parent)
+    with suppress(OSError):  # the checkpoint is there, whatever becomes of the old one
+        _delete(old)
+
+
+def _sibling(directory: Path, ending: str) -> Path:
+    return directory.with_name(f".{directory.name}{ending}")
+
+
+def _delete(directory: Path) -> None:
+    """Delete a directory, if it is there. It loses its name first: half of it must not be taken for the whole."""
+    if directory.exists():
+        doomed = _sibling(directory, f".{secrets.token_hex(4)}{_DELETED}")
+        os.rename(directory, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)  # what is in use is deleted by a later prune
+
+
+def _flush(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def discard(directory: Path) -> None:
+    """Delete what was written aside, after a failure."""
+    with suppress(OSError):
+        _delete(aside_of(directory))
+
+
+def next_sequence(parent: Path) -> int:
+    """A number higher than that of every checkpoint in ``parent``."""
+    return max((manifests.sequence_of(path) for path in parent.iterdir()), default=0) + 1
+
+
+def _candidates(parent: Path) -> Iterator[tuple[Path, Manifest]]:
+    for path in sorted(parent.iterdir()) if parent.is_dir() else ():
+        if path.name.endswith((_SAVING, _DELETED)) or not path.is_dir():
+            continue
+        try:
+            manifest = manifests.read(path)
+        except CheckpointError:
+            continue
+        if manifest is not None:
+            yield path, manifest
+
+
+def newest_first(parent: Path) -> list[tuple[Path, Manifest]]:
+    """The checkpoints in ``parent`` that are complete as far as names and sizes tell."""
+    return [pair for pair in _by_age(parent) if not any(manifests.quick_problems(*pair))]
+
+
+def _by_age(parent: Path) -> list[tuple[Path, Manifest]]:
+    """All that have a manifest, the newest first.
+
+    One that was being replaced when the power went counts by its own name again.
+    """
+    found = []
+    for path, manifest in _candidates(parent):
+        if path.name.endswith(_REPLACED):
+            original = path.with_name(path.name[1:].removesuffix(_REPLACED))
+            if original.exists():
+                continue
+        found.append((path, manifest))
+    return sorted(found, key=lambda pair: pair[1].sequence, reverse=True)
+
+
+def to_try(parent: Path) -> tuple[list[str], list[str]]:
+    """The names of all checkpoints, the newest first, damaged or not; and what is wrong with those not even listed."""
+    wrong = []
+    for path in sorted(parent.iterdir()) if parent.is_dir() else ():
+        if path.is_dir() and not path.name.endswith((_SAVING, _DELETED)):
+            try:
+                manifests.read(path)
+            except CheckpointError as error:
+                wrong.append(str(error))
+    return [path.name for path, _ in _by_age(parent)], wrong
+
+
+def problems(directory: Path, manifest: Manifest, progress: Callable[[int], None] | None = None) -> Iterator[str]:
+    """What is wrong with a checkpoint. Reads every byte of it, unless sizes tell already."""
+    quick = list(manifests.quick_problems(directory, manifest))
+    yield from quick
+    if not quick:
+        for name, file in manifest.files.items():
+            yield from manifests.problems_in_file(directory / name, file, progress)
+
+
+def _is_of_another(one: Author | None, other: Author | None) -> bool:
+    return one is not None and other is not None and one.run == other.run and one.rank != other.rank
+
+
+def prune(parent: Path, keep: int, but: Path, author: Author | None = None) -> None:
+    """Delete all complete checkpoints in ``parent`` but the newest ``keep``, and what interrupted saves left.
+
+    Those that another rank of the run of ``author`` saved are not counted, and left alone.
+    """
+    with suppress(OSError):  # what cannot be deleted now can be deleted next time
+        mine = [path for path, manifest in newest_first(parent) if not _is_of_another(manifest.author, author)]
+        for path in mine[keep:]:
+            if path != but:
+                _delete(path)
+        for path in parent.glob(f".*{_DELETED}"):
+            shutil.rmtree(path, ignore_errors=True)
+        for path in parent.glob(f".*{_REPLACED}"):
+            if path.with_name(path.name[1:].removesuffix(_REPLACED)).exists():
+                _delete(path)
+        for path in parent.glob(f".*{_SAVING}"):
+            if time.time() - path.stat().st_mtime > _FORGOTTEN:  # a younger one may be another save's, going on
+                _delete(path)

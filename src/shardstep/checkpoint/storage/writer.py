@@ -1,0 +1,161 @@
+"""DCP's storage, writing: this rank's items, from the tensors' own memory to one file, with checksums.
+
+The files are those that DCP's own file system storage writes.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from shardstep.checkpoint.storage import manifest as manifests
+from shardstep.checkpoint.storage.manifest import FileList, Item, RunningChecksum
+from shardstep.checkpoint.storage.torch_file import WINDOW_BYTES, Frame, frame_of, memory_of
+
+# What DCP says when each rank saves or loads for itself, which is how we use it.
+NO_DIST_WARNING = "torch.distributed is disabled, unavailable or uninitialized"
+
+
+class Written(NamedTuple):
+    """What one rank wrote."""
+
+    metadata: Metadata  # of its own items
+    results: list[WriteResult]
+    name: str  # of its file
+    file: FileList
+
+
+class Writer(StorageWriter):
+    """Writes this rank's items to one file of a directory that exists; then calls ``finish`` with what it wrote.
+
+    For ``dcp.save(..., no_dist=True)`` on every rank: ``prepare`` and ``finish`` make one checkpoint of it. A failure
+    in between is ``told``.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        prepare: Callable[[], None],
+        finish: Callable[[Written], None],
+        told: Callable[[], AbstractContextManager[None]],
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        super().__init__()
+        self._progress = progress  # called with the bytes of every item
+        self._directory, self._rank = directory, rank
+        self._prepare, self._finish, self._told = prepare, finish, told
+        self._file = FileList(0, {})
+        self._frames: dict[tuple[tuple[int, ...], torch.dtype], Frame] = {}
+
+    @property
+    def _name(self) -> str:
+        return f"__{self._rank}_0.distcp"
+
+    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+        pass
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        self._prepare()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        done: Future[list[WriteResult]] = Future()
+        with self._told():
+            done.set_result(self._write(plan, planner))
+        return done
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        results, items, offset = [], {}, 0
+        with open(self._directory / self._name, "wb", buffering=0) as stream:
+            for item in plan.items:
+                data = planner.resolve_data(item)
+                written = self._write_item(stream, data, offset)
+                items[offset] = written
+                if self._progress is not None:
+                    self._progress(written.length)
+                info = _StorageInfo(self._name, offset, written.length)
+                results.append(WriteResult(index=item.index, size_in_bytes=written.length, storage_data=info))
+                offset += written.length
+            os.fsync(stream.fileno())
+        self._file = FileList(offset, items)
+        return results
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self._finish(Written(metadata, results[0], self._name, self._file))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
+        return True
+
+    def _write_item(self, stream: io.FileIO, data: Tensor | io.BytesIO, offset: int) -> Item:
+        if isinstance(data, Tensor) and data.nbytes > 0:
+            return self._write_framed(stream, data.detach(), offset)
+        if isinstance(data, Tensor):
+            buffer = io.BytesIO()
+            torch.save(data.detach().cpu().clone(memory_format=torch.contiguous_format), buffer)
+            data = buffer
+        payload = data.getbuffer()
+        block = manifests.block_for(len(payload))
+        checksum = RunningChecksum(block)
+        checksum.add(payload)
+        checksum.note()
+        _write_all(stream, [payload])
+        return Item(offset, len(payload), 0, len(payload), block, 0, tuple(checksum.noted))
+
+    def _write_framed(self, stream: io.FileIO, tensor: Tensor, offset: int) -> Item:
+        key = tuple(tensor.shape), tensor.dtype
+        if key not in self._frames:
+            self._frames[key] = frame_of(*key)
+        frame, block = self._frames[key], manifests.block_for(tensor.nbytes)
+        checksum = RunningChecksum(block)
+        first: list[memoryview | bytes] = [frame.head]
+        for window in _host_windows(tensor.resolve_conj().resolve_neg()):
+            memory = memory_of(window)
+            checksum.add(memory)
+            _write_all(stream, [*first, memory])
+            first = []
+        checksum.note()
+        tail = frame.tail_for(checksum.value)
+        _write_all(stream, [tail])
+        length = len(frame.head) + tensor.nbytes + len(tail)
+        frame_crc = zlib.crc32(tail, zlib.crc32(frame.head))
+        return Item(offset, length, len(frame.head), tensor.nbytes, block, frame_crc, tuple(checksum.noted))
+
+
+def _host_windows(tensor: Tensor) -> Iterator[Tensor]:
+    """The elements of a tensor in order, as contiguous CPU tensors: itself, or copies of a bounded size."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous():
+        yield tensor
+        return
+    rows = tensor.view(-1) if tensor.is_contiguous() else tensor
+    row_bytes = max(rows[0].nbytes, 1)
+    yield from (window.contiguous().cpu() for window in rows.split(max(WINDOW_BYTES // row_bytes, 1)))
+
+
+def _write_all(stream: io.FileIO, parts: Sequence[memoryview | bytes]) -> None:
+    views = [memoryview(part) for part in parts]
+    while views:
+        count = os.writev(stream.fileno(), views)
+        while views and count >= len(views[0]):
+            count -= len(views.pop(0))
+        if count:
+            views[0] = views[0][count:]

@@ -1,0 +1,1 @@
+"""Everything between ranks: collectives, shared memory, comparing facts."""

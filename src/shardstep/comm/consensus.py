@@ -1,0 +1,272 @@
+"""Do the ranks agree? If not, an error on every rank that names the first difference.
+
+The ranks meet on the process group's key-value store, not in a collective: a rank that is elsewhere can then
+be waited for, with a timeout, and named, and a rank that failed can say so before it raises.
+Nothing that comes from another rank is unpickled; facts travel as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from functools import cached_property
+from typing import NamedTuple
+
+from shardstep.comm.collectives import Group
+
+# Seconds within which ranks that are in the same collective see it fail.
+_SAME_TIME = 2.0
+
+# What a rank states: in order, a subject ("parameter 3 ('head.weight')") and its fields.
+Facts = Sequence[tuple[str, Mapping[str, str]]]
+
+
+class Difference(NamedTuple):
+    """The first fact in which ranks differ."""
+
+    subject: str
+    field: str
+    values: dict[str, list[int]]  # value -> ranks
+
+    def __str__(self) -> str:
+        told = " but ".join(f"{value} on {_ranks(ranks)}" for value, ranks in self.values.items())
+        return f"{self.subject}: {self.field} is {told}"
+
+
+class Board:
+    """Where the ranks of one optimizer meet. Every meeting has a number, counted alike on every rank."""
+
+    def __init__(self, group: Group, kind: str = "built") -> None:
+        self._group = group
+        self._meeting = 0
+        self._note = self._reason = ""  # why the next, and the current, meeting is called
+        self.someone_was_absent = False  # at the last meeting
+        self._kind = kind
+
+    def settle(self) -> None:
+        """Fix which board this is, by how many were opened before: for one that another thread will use."""
+        _ = self._instance
+
+    @cached_property
+    def _instance(self) -> str:
+        """The k-th optimizer that comes to meet on this group meets the k-th of the other ranks.
+
+        Copies are counted apart, and from their first meeting on: one may be made on one rank only, to look at.
+        """
+        return f"{self._kind}{self._group.store.add(f'shardstep/{self._kind}/{self._group.rank}', 1)}"
+
+    def agree(self, call: str, facts: Facts) -> None:
+        """Collective: call on every rank of the group. Return if all state the same, else raise on all.
+
+        Args:
+            call: what the user called, for messages.
+            facts: what must be the same on every rank.
+        """
+        if self._group.world_size == 1:
+            return
+        facts = [("call", {"method": call}), *facts]
+        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+        self._enter(call, {"digest": digest})
+        verdict = self._await_verdict()
+        self.someone_was_absent = "absent" in verdict
+        if "failed" in verdict:
+            raise RuntimeError(self._told_of_failure(call, *verdict["failed"]))
+        if "absent" in verdict:
+            raise RuntimeError(self._told_of_absence(call, verdict["absent"]))
+        self._forget(self._meeting - 1)
+        if verdict["digests"]:
+            raise RuntimeError(
+                f"{call} expects the same on every rank, but {self._first_difference(facts, digest, verdict)}. "
+                "Make the ranks alike and call it again on all of them."
+            )
+
+    def gather(self, call: str, facts: Facts, text: str) -> list[str]:
+        """``agree``, and rank 0 hears everybody's ``text``, by rank; the others get nothing."""
+        if self._group.world_size == 1:
+            return [text]
+        store, prefix = self._group.store, self._prefix(self._meeting + 1)
+        store.set(f"{prefix}/text/{self._group.rank}", text)
+        try:
+            self.agree(call, facts)
+        except RuntimeError:
+            store.delete_key(f"{prefix}/text/{self._group.rank}")
+            raise
+        if self._group.rank != 0:
+            return []
+        keys = [f"{prefix}/text/{rank}" for rank in range(self._group.world_size)]
+        texts = [store.get(key).decode() for key in keys]
+        for key in keys:
+            store.delete_key(key)
+        return texts
+
+    def fail(self, call: str, error: BaseException) -> None:
+        """Tell the ranks that wait in ``agree`` that this one failed. Does not wait; the caller raises."""
+        if self._group.world_size == 1:
+            return
+        text = f"{type(error).__name__}: {error}"
+        try:
+            self._enter(call, {"error": text})
+            self._publish({"failed": [self._group.rank, call, text]})
+        except RuntimeError:  # the store is gone with its host: ``error`` is what the user must see, not this
+            return
+
+    def explain(self) -> str:
+        """Where the other ranks are, if the store knows: for the message of a collective that failed.
+
+        Looks only; never waits.
+        """
+        store, found = self._group.store, []
+        for rank in range(self._group.world_size):
+            stuck = f"shardstep/{self._instance}/stuck/{rank}"
+            if rank != self._group.rank and store.check([stuck]):
+                found.append(f"rank {rank} was in {store.get(stuck).decode()}")
+            key = f"{self._prefix(self._meeting + 1)}/entered/{rank}"
+            if rank != self._group.rank and store.check([key]):
+                entry = json.loads(store.get(key))
+                what = f"waits in {entry['call']}"
+                if "error" in entry:
+                    what = f"failed in {entry['call']}: {entry['error']}"
+                found.append(f"rank {rank} {what}" + (f" ({entry['note']})" if entry.get("note") else ""))
+        return "; ".join(found)
+
+    def absence(self, call: str, error: BaseException) -> str:
+        """What to say after the collective that ``call`` consists of has failed here: who was not in it.
+
+        Everybody who was fails as well, at nearly the same time, and leaves a word on the store.
+        """
+        store, rank = self._group.store, self._group.rank
+        others = [other for other in range(self._group.world_size) if other != rank]
+        keys = {other: f"shardstep/{self._instance}/stuck/{other}" for other in others}
+        try:
+            store.set(f"shardstep/{self._instance}/stuck/{rank}", call)
+            deadline = time.monotonic() + _SAME_TIME
+            while time.monotonic() < deadline and not store.check(list(keys.values())):
+                time.sleep(0.02)
+            there = {other: store.get(key).decode() for other, key in keys.items() if store.check([key])}
+            meanwhile = self.explain()
+        except RuntimeError:  # the store is gone with its host: the first error is all there is to tell
+            return f"{call} failed: {error}"
+        absent = [other for other in others if there.get(other) != call]
+        if not absent:
+            return f"{call} failed, on every rank: {error}"
+        return (
+            f"{call} expects a call on every rank of the group, but {_ranks(absent)} did not take part"
+            + (f" ({meanwhile})" if meanwhile else "")
+            + f", so it failed: {error}. Call it on all {self._group.world_size} ranks, in the same order."
+        )
+
+    def note(self, text: str) -> None:
+        """Say why this rank calls the next meeting, for messages here and on other ranks."""
+        self._note = text
+
+    def _told_of_failure(self, call: str, rank: int, their_call: str, error: str) -> str:
+        if their_call == call:
+            return f"{call} failed on rank {rank}, so it is undone on every rank: {error}"
+        why = f" ({self._reason})" if self._reason else ""
+        return (
+            f"{call}{why} expects a call on every rank of the group, but rank {rank} did not call it: it was in "
+            f"{their_call}, which failed there: {error}"
+        )
+
+    def _told_of_absence(self, call: str, absent: Sequence[int]) -> str:
+        why = f" ({self._reason})" if self._reason else ""
+        return (
+            f"{call}{why} expects a call on every rank of the group, but {_ranks(absent)} did not call it within "
+            f"{self._group.timeout.total_seconds():g} s. Call it on all {self._group.world_size} ranks, in the same "
+            "order."
+        )
+
+    def _prefix(self, meeting: int) -> str:
+        return f"shardstep/{self._instance}/{meeting}"
+
+    def _key(self, name: str) -> str:
+        return f"{self._prefix(self._meeting)}/{name}"
+
+    def _enter(self, call: str, entry: dict[str, str]) -> None:
+        self._meeting += 1
+        self._reason, self._note = self._note, ""
+        entry = {"call": call, "note": self._reason, **entry}
+        store, size = self._group.store, self._group.world_size
+        store.set(self._key(f"entered/{self._group.rank}"), json.dumps(entry))
+        if store.add(self._key("count"), 1) == size:
+            # The last to come has everything before it and decides; the others wait for one key only.
+            self._publish(self._decide())
+
+    def _decide(self) -> dict:
+        ranks_by_digest: dict[str, list[int]] = {}
+        for rank in range(self._group.world_size):
+            entry = json.loads(self._group.store.get(self._key(f"entered/{rank}")))
+            if "error" in entry:
+                return {"failed": [rank, entry["call"], entry["error"]]}
+            ranks_by_digest.setdefault(entry["digest"], []).append(rank)
+        return {"digests": ranks_by_digest if len(ranks_by_digest) > 1 else {}}
+
+    def _await_verdict(self) -> dict:
+        if not self._wait("verdict", self._group.timeout):
+            entered = [self._group.store.check([self._key(f"entered/{r}")]) for r in range(self._group.world_size)]
+            if all(entered):  # the last one came this very moment, or died before it decided: decide for it
+                return self._publish(self._decide())
+            return self._publish({"absent": [rank for rank, here in enumerate(entered) if not here]})
+        return json.loads(self._group.store.get(self._key("verdict")))
+
+    def _publish(self, verdict: dict) -> dict:
+        """The first verdict counts, for everybody; return that."""
+        return json.loads(self._group.store.compare_set(self._key("verdict"), "", json.dumps(verdict)))
+
+    def _wait(self, name: str, timeout: timedelta) -> bool:
+        try:
+            self._group.store.wait([self._key(name)], timeout)
+        except RuntimeError:  # the store's way to say that the time is over
+            return self._group.store.check([self._key(name)])
+        return True
+
+    def _forget(self, meeting: int) -> None:
+        """Delete what a meeting left in the store. Everybody has entered the next one, so nobody reads it any more."""
+        store, prefix = self._group.store, self._prefix(meeting)
+        store.delete_key(f"{prefix}/entered/{self._group.rank}")
+        if self._group.rank == 0:
+            store.delete_key(f"{prefix}/count")
+            store.delete_key(f"{prefix}/verdict")
+
+    def _first_difference(self, facts: Facts, digest: str, verdict: dict) -> Difference:
+        """Exchange the facts themselves: one rank of each opinion shows them, everybody compares."""
+        store, rank = self._group.store, self._group.rank
+        if rank == verdict["digests"][digest][0]:
+            store.set(self._key(f"facts/{rank}"), json.dumps(facts))
+        opinions = []
+        for ranks in verdict["digests"].values():
+            self._wait(f"facts/{ranks[0]}", self._group.timeout)
+            opinions.append((ranks, json.loads(store.get(self._key(f"facts/{ranks[0]}")))))
+        return first_difference(opinions)
+
+
+def first_difference(opinions: Sequence[tuple[list[int], Facts]]) -> Difference:
+    """The first subject and field in which the opinions, each held by some ranks, are not all the same."""
+    longest = max(len(facts) for _, facts in opinions)
+    for position in range(longest):
+        rows = [(ranks, facts[position] if position < len(facts) else None) for ranks, facts in opinions]
+        subjects = _group_by_value((ranks, row[0] if row else "absent") for ranks, row in rows)
+        if len(subjects) > 1:
+            named = next(row[0] for _, row in rows if row)
+            return Difference(named, "this position", subjects)
+        subject = rows[0][1][0]  # type: ignore[index]
+        fields = dict.fromkeys(field for _, row in rows for field in row[1])  # type: ignore[index]
+        for field in fields:
+            values = _group_by_value((ranks, row[1].get(field, "absent")) for ranks, row in rows)  # type: ignore
+            if len(values) > 1:
+                return Difference(subject, field, values)
+    raise AssertionError("facts with different digests differ")
+
+
+def _group_by_value(pairs) -> dict[str, list[int]]:
+    grouped: dict[str, list[int]] = {}
+    for ranks, value in pairs:
+        grouped.setdefault(value, []).extend(ranks)
+    return {value: sorted(ranks) for value, ranks in sorted(grouped.items(), key=lambda item: min(item[1]))}
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

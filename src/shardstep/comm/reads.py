@@ -1,0 +1,44 @@
+"""Reading something of all ranks' gradients: a norm, a flag for infs. Every rank has to ask, for the same.
+
+A rank that asks alone would wait for the others until the process group gives up; then it is told who did not ask. If
+the others ask for something else at that moment, their answers would be mixed up; so on the CPU every answer comes with
+what it is for. (On an accelerator the host would have to wait for that.)
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from shardstep.comm import collectives
+from shardstep.comm.collectives import Group
+from shardstep.comm.consensus import Board
+
+
+class Reads:
+    """Where the ranks of one optimizer read what they hold together."""
+
+    def __init__(self, group: Group, board: Board) -> None:
+        self._group, self._board = group, board
+
+    def gather(self, what: str, value: Tensor) -> Tensor:
+        """Collective: call on every rank of the group, with the same ``what``. Everybody's ``value`` (0-dim), by rank.
+
+        RuntimeError, which names the ranks that did not ask, if some did not.
+        """
+        if self._group.world_size == 1:
+            return value.view(1)
+        checked = value.device.type == "cpu"
+        purpose = float(zlib.crc32(what.encode()))
+        row = torch.tensor([purpose, float(value)], dtype=torch.float64) if checked else value.view(1)
+        try:
+            rows = collectives.all_gather_rows(self._group, row)
+        except RuntimeError as error:
+            raise RuntimeError(self._board.absence(what, error)) from error
+        if not checked:
+            return rows.view(-1)
+        if (rows[:, 0] != purpose).any():
+            self._board.agree("reading a sharded gradient", [("call", {"read": what})])
+        return rows[:, 1].to(value.dtype)

@@ -1,0 +1,136 @@
+"""A second way for CPU ranks of one host to gather: through memory that they share, instead of sockets.
+
+A rank writes its shard of a bucket into a slot, tells the others with a byte each, and they read it from there: two
+copies in memory instead of two through the kernel and a wake-up per packet.
+
+[Note: when a slot may be written again]
+Exchanges are numbered alike on all ranks. With at most K in flight, number x uses slot x mod 2K. A rank that starts x
+has finished x - K, so it has a byte for x - K from every other rank; each of them had then started x - K, and therefore
+finished x - 2K, the one that used the slot before. No further synchronisation is needed.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+
+import torch
+from torch import Tensor
+
+from shardstep.comm import collectives
+from shardstep.comm.collectives import Group, Handle
+
+# Gathers in flight at the same time: enough to keep the wire busy while the next bucket is updated, and a bound on the
+# memory for staging.
+MAX_IN_FLIGHT = 4
+_FOLDER = "/dev/shm"
+_NUMBERS = 251  # exchanges are told apart by a byte
+
+
+class Mailboxes:
+    """A ring of slots in memory that all ranks of the group share."""
+
+    def __init__(self, group: Group, memory: Tensor, count: int, slot_bytes: int) -> None:
+        self.slot_bytes = slot_bytes  # what fits; the slots themselves are whole pages
+        self._group = group
+        self._slots = list(memory.view(count, -1))
+        self._taken = self._heard = 0
+
+    @property
+    def in_flight(self) -> int:
+        """How many exchanges may be in flight."""
+        return len(self._slots) // 2
+
+    @property
+    def is_full(self) -> bool:
+        """Whether an exchange has to end before the next one may take a slot. Whoever takes slots asks this first."""
+        return self._taken - self._heard >= self.in_flight
+
+    def take(self) -> Tensor:
+        """The slot of the next exchange, as bytes. Every rank takes slots in the same order."""
+        if self.is_full:  # no assert: the note above rests on this, and without it memory is overwritten silently
+            raise RuntimeError(
+                f"shared memory expects at most {self.in_flight} exchanges in flight, but one more was started. This "
+                "is a mistake in shardstep: please report it, and set SHARDSTEP_SHARED_MEMORY=0 meanwhile."
+            )
+        slot = self._slots[self._taken % len(self._slots)]
+        self._taken += 1
+        return slot
+
+    def tell(self) -> Handle:
+        """Tell the other ranks that this one has written, and start to wait for the same from them."""
+        return collectives.exchange_signals(self._group, self._taken % _NUMBERS)
+
+    def release(self) -> None:
+        """The oldest exchange is over: all ranks have written, and this one has read or is about to."""
+        self._heard += 1
+
+    def heard(self, handle: Handle) -> None:
+        """All ranks have written, according to a handle that was waited for. RuntimeError if not the same exchange."""
+        self.release()
+        numbers = handle.memory.tolist() if handle.memory is not None else []
+        if any(number != self._heard % _NUMBERS for number in numbers):
+            raise RuntimeError(
+                f"step expects all ranks to be in the same exchange, but they are in {numbers} (counted modulo "
+                f"{_NUMBERS}, by rank). A rank failed in an earlier step and went on: restart from a checkpoint."
+            )
+
+
+def open_mailboxes(group: Group, in_flight: int, slot_bytes: int) -> Mailboxes | None:
+    """Slots of ``slot_bytes`` shared by all ranks, or None if they cannot share memory (other hosts, no space).
+
+    Enough for exactly ``in_flight`` exchanges at once.
+
+    Collective: call on every rank of the group. Rank 0 makes a file in memory that only its user can open, and removes
+    its name once all ranks have mapped it: nothing is left behind, unless it is killed in between. A rank on which the
+    environment variable SHARDSTEP_SHARED_MEMORY is 0 wants none, and then nobody has any.
+    """
+    count = 2 * in_flight
+    size = count * -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    path, secret = os.path.join(_FOLDER, f"shardstep-{secrets.token_hex(8)}"), secrets.token_hex(16)
+    wanted = os.environ.get("SHARDSTEP_SHARED_MEMORY") != "0"
+    memory = _create(path, secret, size) if wanted and group.rank == 0 else None
+    try:
+        told = collectives.move_json(group, [path, secret], 0, None)
+        if wanted and group.rank != 0:
+            memory = _attach(told[0], told[1], size)
+        everyone = all(row[0] for row in collectives.all_gather_ints(group, [memory is not None]))
+    finally:
+        if group.rank == 0 and os.path.exists(path):
+            os.unlink(path)
+    return Mailboxes(group, memory, count, slot_bytes) if everyone and memory is not None else None
+
+
+def _create(path: str, secret: str, size: int) -> Tensor | None:
+    try:
+        space = os.statvfs(_FOLDER)
+        if size > space.f_bavail * space.f_frsize / 2:  # others (data loaders, say) need some of it, too
+            return None
+        file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+    except OSError:  # no such folder on this system: sockets will do
+        return None
+    try:
+        os.posix_fallocate(file, 0, size)  # now, not as a crash at the first write to a full file system
+        os.pwrite(file, secret.encode(), 0)
+        return _map(file, size)
+    except OSError:
+        return None
+    finally:
+        os.close(file)
+
+
+def _attach(path: str, secret: str, size: int) -> Tensor | None:
+    """The secret tells whether this is rank 0's file, and not one of the same name on another host."""
+    try:
+        file = os.open(path, os.O_RDWR)
+    except OSError:
+        return None
+    try:
+        return _map(file, size) if os.pread(file, len(secret), 0) == secret.encode() else None
+    finally:
+        os.close(file)
+
+
+def _map(file: int, size: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)

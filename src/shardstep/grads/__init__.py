@@ -1,0 +1,1 @@
+"""Where gradients come from, and what can be done with them."""

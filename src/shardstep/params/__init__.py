@@ -1,0 +1,1 @@
+"""The parameters on one rank: groups, probe, local optimizer, pieces, buckets, all-gather."""

@@ -1,0 +1,331 @@
+"""Parameters <-> flat buffers, on one rank. Torch, but no communication.
+
+``Shard`` gives the local optimizer tensors to step. ``Exchange`` knows, for one bucket, which bytes every rank
+contributes to its gather. ``BucketViews`` makes parameters views of one buffer per bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardstep.comm import collectives
+from shardstep.comm.collectives import Group, Handle
+from shardstep.comm.shared_memory import Mailboxes
+from shardstep.layout.specs import Bucket, Layout, Piece
+
+# Between pairs of ranks a piece of at least this size is sent from where it lies; smaller ones are packed first.
+DIRECT_BYTES = 64 * 1024
+# A staging buffer of at most this size is kept from step to step: making thousands of small views anew costs more
+# than the copies themselves.
+KEPT_BYTES = 4 * 1024 * 1024
+KEPT_VIEWS = 4096  # per buffer, of which a ring has eight
+
+
+class Shard:
+    """This rank's pieces as tensors.
+
+    A piece that covers its parameter *is* the parameter. A piece of a cut parameter is a tensor of its own
+    over the same memory, with a slice of the gradient. With ``apart`` every piece is a tensor of its own: for steps
+    that take their gradients from elsewhere than the parameters'.
+    """
+
+    def __init__(self, rank: int, apart: bool = False) -> None:
+        self._rank = rank
+        self._apart = apart
+        self.pieces: dict[int, Piece] = {}  # parameter index -> my piece of it (a rank has one at the most)
+        self.tensors: dict[int, Tensor] = {}
+        self._own: list[tuple[Tensor, Tensor, slice | None]] = []  # parameter, tensor of my piece, range (None: whole)
+
+    def extend(self, layout: Layout, params: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Take over what a longer layout adds. Return the new tensors by parameter index, ascending."""
+        pieces = {piece.param: piece for piece in layout.pieces(self._rank)}
+        added = {}
+        for index in sorted(pieces.keys() - self.pieces.keys()):
+            piece, param = pieces[index], params[index]
+            if piece.whole and not self._apart:
+                added[index] = param
+            else:
+                where = None if piece.whole else slice(piece.start, piece.stop)
+                added[index] = torch.nn.Parameter(_span(param, where), requires_grad=param.requires_grad)
+                self._own.append((param, added[index], where))
+            self.pieces[index] = piece
+        self.tensors.update(added)
+        return added
+
+    def forget(self, indices: Sequence[int]) -> None:
+        """Undo ``extend``."""
+        for index in indices:
+            self.pieces.pop(index, None)
+            tensor = self.tensors.pop(index, None)
+            self._own = [own for own in self._own if own[1] is not tensor]
+
+    def bind(self) -> None:
+        """Point the tensors that are not the parameters themselves at the memory that the parameters have now."""
+        for param, tensor, where in self._own:
+            tensor.data = _span(param, where)
+
+    def bind_gradients(self) -> None:
+        """Give the tensors that are not the parameters themselves their part of the gradient."""
+        for param, tensor, where in self._own:
+            gradient = param.grad
+            if gradient is None or where is None:
+                tensor.grad = gradient
+                continue
+            if gradient.layout is not torch.strided:
+                raise RuntimeError(
+                    f"step expects dense gradients but got {gradient.layout} for a parameter of shape "
+                    f"{tuple(param.shape)}. Make the gradient dense (for an embedding: sparse=False)."
+                )
+            tensor.grad = gradient.detach().reshape(-1)[where]
+
+    def release_gradients(self) -> None:
+        """Let go of the gradients, so that ``zero_grad`` frees them."""
+        for _, tensor, _ in self._own:
+            tensor.grad = None
+
+
+class BucketViews:
+    """One flat buffer per bucket, with every parameter a view of its range of it."""
+
+    def __init__(self) -> None:
+        self.buffers: list[Tensor] = []
+        self._views: dict[int, Tensor] = {}
+
+    def extend(self, layout: Layout, params: Mapping[int, Tensor]) -> None:
+        """Make buffers for the buckets that a longer layout adds, and move their parameters into them."""
+        for bucket in layout.buckets[len(self.buffers) :]:
+            like = params[bucket.params[0]]
+            numel = max(bucket.numel, (bucket.equal_shard or 0) * layout.world_size)
+            buffer = torch.zeros(numel, dtype=like.dtype, device=like.device)
+            self.buffers.append(buffer)
+            for index, offset, size in zip(bucket.params, bucket.offsets, bucket.numels, strict=True):
+                self._views[index] = buffer[offset : offset + size].view(params[index].shape)
+        self.bind(params)
+
+    def bind(self, params: Mapping[int, Tensor]) -> None:
+        """Make every parameter that is no view of its buffer one again, with the value that it has."""
+        strayed = [
+            (params[index], view)
+            for index, view in self._views.items()
+            if params[index].data_ptr() != view.data_ptr() or params[index].stride() != view.stride()
+        ]
+        # Values first: somebody may have swapped two parameters, or transposed one, within the buffer.
+        values = [param.data.clone() for param, _ in strayed]
+        for (param, view), value in zip(strayed, values, strict=True):
+            view.copy_(value)
+            param.data = view
+
+
+class Flight(NamedTuple):
+    """An exchange under way. Wait for the handle, then ``Exchange.finish`` it."""
+
+    handle: Handle
+    staged: Tensor | None = None  # the buffer in which packed pieces travel
+
+
+class Exchange:
+    """The gather of one bucket: pack what is small, send the rest from where it lies, unpack what arrived.
+
+    With mailboxes everything is packed, into memory that the ranks share. Only pieces of active parameters take part.
+    Made anew whenever the set of active parameters or the memory of one changes.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        params: Mapping[int, Tensor],
+        active: Mapping[int, bool],
+        group: Group,
+        buffer: Tensor | None,
+        mailboxes: Mailboxes | None,
+    ) -> None:
+        self._group = group
+        self._like = params[bucket.params[0]]
+        self._pairwise = collectives.sends_pairwise(group, self._like.device)
+        fits = mailboxes is not None and bucket.numel * bucket.itemsize <= mailboxes.slot_bytes
+        self._mailboxes = mailboxes if fits and self._pairwise else None
+        self._in_place: Tensor | None = None  # gathered as it is: equal shards, nothing to pack
+        self._direct: list[list[Tensor]] = [[] for _ in range(group.world_size)]  # by rank, bytes
+        packed: list[list[Tensor]] = [[] for _ in range(group.world_size)]  # by rank
+        if not self._gathers_in_place(bucket, params, active, buffer):
+            for rank in range(group.world_size):
+                shard = [piece for piece in bucket.pieces(rank) if active[piece.param]]
+                if buffer is None:
+                    self._direct[rank], packed[rank] = self._sort_by_size(shard, params, mine=rank == group.rank)
+                    continue
+                runs = [buffer[low:high] for low, high in _runs(bucket, shard)]
+                if self._mailboxes is not None:
+                    packed[rank] = runs
+                else:
+                    self._direct[rank] = [_bytes(run) for run in runs]
+        # Received into without torch's noticing: whoever still holds a graph over them has to be told.
+        unnoticed = self._in_place is not None or any(self._direct) or buffer is not None
+        self._written = [params[index] for index in bucket.params if active[index]] if unnoticed else []
+        self._staging = _Staging(packed, group.rank, even=not self._pairwise) if any(packed) else None
+        self.empty = self._in_place is None and not any(self._direct) and self._staging is None
+
+    @property
+    def must_wait(self) -> bool:
+        """Whether an earlier exchange has to be finished before this one can start."""
+        return self._mailboxes is not None and self._staging is not None and self._mailboxes.is_full
+
+    def start(self) -> Flight:
+        """Send my shard and receive the others."""
+        if self._in_place is not None:
+            return Flight(collectives.gather_buffer(self._group, self._in_place))
+        if self._staging is None:
+            return Flight(collectives.gather_shards(self._group, self._direct))
+        if self._mailboxes is not None:
+            slot = self._staging.pack(self._mailboxes.take().view(self._like.dtype))
+            return Flight(self._mailboxes.tell(), slot)
+        staged = self._staging.pack(self._staging.own_buffer(self._like))
+        if self._staging.even:
+            return Flight(collectives.gather_buffer(self._group, _bytes(staged)), staged)
+        regions = [[_bytes(staged[low:high])] if low < high else [] for low, high in self._staging.regions]
+        shards = list(map(list.__add__, self._direct, regions))
+        return Flight(collectives.gather_shards(self._group, shards), staged)
+
+    def finish(self, flight: Flight) -> None:
+        """Put what arrived where it belongs."""
+        if self._mailboxes is not None and self._staging is not None:
+            self._mailboxes.heard(flight.handle)
+        if self._staging is not None and flight.staged is not None:
+            self._staging.unpack(flight.staged)
+        if self._written:
+            torch.autograd.graph.increment_version(self._written)
+
+    def _gathers_in_place(
+        self, bucket: Bucket, params: Mapping[int, Tensor], active: Mapping[int, bool], buffer: Tensor | None
+    ) -> bool:
+        """Whether the backend can gather the memory of the bucket, or of its only parameter, as it is."""
+        shard = bucket.equal_shard
+        if self._pairwise or shard is None or not all(active[index] for index in bucket.params):
+            return False
+        if buffer is not None:
+            self._in_place = _bytes(buffer)
+        elif len(bucket.params) == 1 and shard * self._group.world_size == bucket.numel:
+            param = params[bucket.params[0]]
+            self._in_place = _bytes(_flat(param)) if param.is_contiguous() else None
+        return self._in_place is not None
+
+    def _sort_by_size(
+        self, shard: Sequence[Piece], params: Mapping[int, Tensor], mine: bool
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """What of a shard is sent from where it lies, as bytes, and what is packed first."""
+        direct, packed = [], []
+        for piece in shard:
+            param = params[piece.param]
+            large = self._pairwise and self._mailboxes is None and piece.numel * param.element_size() >= DIRECT_BYTES
+            if piece.whole and not (param.is_contiguous() and (large or mine)):
+                packed.append(param)
+                continue
+            flat = _flat(param)[piece.start : piece.stop]
+            if large:
+                direct.append(_bytes(flat))
+            else:
+                packed.append(flat)
+        return direct, packed
+
+
+class _Staging:
+    """The small pieces of a bucket (with mailboxes: all of them), packed into one buffer, rank by rank.
+
+    Packing and unpacking are one call each: no Python work per piece. Views of a buffer are made once and kept.
+    """
+
+    def __init__(self, packed: Sequence[Sequence[Tensor]], rank: int, even: bool) -> None:
+        sizes = [sum(tensor.numel() for tensor in tensors) for tensors in packed]
+        # Equal regions (for a native all-gather) where they waste at most half of the buffer.
+        self.even = even and sum(sizes) * 2 >= max(sizes) * len(sizes)
+        lengths = [max(sizes)] * len(sizes) if self.even else sizes
+        ends = list(accumulate(lengths))
+        self.regions = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+        self._packed = packed
+        self._rank = rank
+        self._sources = list(packed[rank])
+        self._flat_sources = all(source.dim() == 1 for source in self._sources)
+        self._targets = [tensor for owner, tensors in enumerate(packed) if owner != rank for tensor in tensors]
+        self._own: Tensor | None = None
+        self._views: dict[int, tuple[Tensor, list[Tensor], list[Tensor]]] = {}  # by address of the buffer
+
+    def own_buffer(self, like: Tensor) -> Tensor:
+        """A buffer that no other rank sees. A small one is kept from step to step."""
+        if self._own is None:
+            with torch.inference_mode(False):  # it may be used again outside of it
+                self._own = torch.empty(self.regions[-1][1], dtype=like.dtype, device=like.device)
+        return self._own
+
+    def pack(self, buffer: Tensor) -> Tensor:
+        """Copy this rank's pieces into the buffer and return it."""
+        if buffer.data_ptr() not in self._views:
+            with torch.inference_mode(False):
+                self._views[buffer.data_ptr()] = self._divide(buffer)
+        mine, slots, _ = self._views[buffer.data_ptr()]
+        with torch.no_grad():
+            if self._sources and self._flat_sources:
+                torch.cat(self._sources, out=mine)  # several times faster than a foreach copy on the CPU
+            elif self._sources:
+                torch._foreach_copy_(slots, self._sources)
+        return buffer
+
+    def unpack(self, buffer: Tensor) -> None:
+        """Copy what arrived to the parameters of the other ranks."""
+        if self._targets:
+            with torch.no_grad():
+                torch._foreach_copy_(self._targets, self._views[buffer.data_ptr()][2])
+        if self._own is not None and self._own.nbytes > KEPT_BYTES:
+            self._own = None
+            self._views.clear()
+        elif len(self._targets) > KEPT_VIEWS:
+            self._views.clear()
+
+    def _divide(self, buffer: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+        """My region, my slots in it (unless it is filled as a whole), and the slots of the other ranks."""
+        slots = [self._slots_of(buffer, owner) for owner in range(len(self._packed))]
+        low = self.regions[self._rank][0]
+        mine = buffer[low : low + sum(source.numel() for source in self._sources)]
+        theirs = [slot for owner, own in enumerate(slots) if owner != self._rank for slot in own]
+        return mine, slots[self._rank], theirs
+
+    def _slots_of(self, buffer: Tensor, owner: int) -> list[Tensor]:
+        tensors = self._packed[owner]
+        if not tensors or (owner == self._rank and self._flat_sources):
+            return []
+        sizes = [tensor.numel() for tensor in tensors]
+        low = self.regions[owner][0]
+        views = buffer[low : low + sum(sizes)].split(sizes)
+        return [view.view(tensor.shape) for view, tensor in zip(views, tensors, strict=True)]
+
+
+def _runs(bucket: Bucket, shard: Sequence[Piece]) -> list[tuple[int, int]]:
+    """The fewest ranges of the buffer that hold these pieces and no other parameter."""
+    position = {index: place for place, index in enumerate(bucket.params)}
+    runs: list[tuple[int, int]] = []
+    previous = None
+    for piece in shard:
+        place = position[piece.param]
+        if previous is not None and place == previous + 1:
+            runs[-1] = runs[-1][0], piece.offset + piece.numel
+        else:
+            runs.append((piece.offset, piece.offset + piece.numel))
+        previous = place
+    return [run for run in runs if run[0] < run[1]]
+
+
+def _flat(param: Tensor) -> Tensor:
+    """The elements of a contiguous parameter, 1D, over the same memory and version counter."""
+    return param.detach().view(-1)
+
+
+def _span(param: Tensor, where: slice | None) -> Tensor:
+    """A range of a parameter's elements, or (None) all of it as it is, over the same memory and version counter."""
+    return param.detach() if where is None else _flat(param)[where]
+
+
+def _bytes(flat: Tensor) -> Tensor:
+    return flat.view(torch.uint8)

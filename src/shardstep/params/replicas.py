@@ -1,0 +1,50 @@
+"""Are the parameters bit-equal on all ranks? A checksum per parameter, compared across ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from shardstep.comm import collectives
+from shardstep.comm.collectives import Group
+from shardstep.layout.specs import Layout
+
+_CHUNK = 1 << 22
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check(group: Group, layout: Layout, params: Mapping[int, Tensor]) -> None:
+    """Collective: call on every rank of the group. RuntimeError on every rank if a parameter differs somewhere."""
+    indices = sorted(params)
+    sums = [_checksum(params[index]) for index in indices]
+    rows = collectives.all_gather_ints(group, torch.stack(sums).tolist() if sums else [])
+    for position, index in enumerate(indices):
+        by_value: dict[int, list[int]] = {}
+        for rank, row in enumerate(rows):
+            by_value.setdefault(row[position], []).append(rank)
+        if len(by_value) > 1:
+            raise RuntimeError(
+                "check_replicas expects every parameter to be bit-equal on all ranks, but "
+                f"{layout.spec_of[index].label} of shape {layout.spec_of[index].shape} differs between ranks "
+                f"{' and ranks '.join(str(ranks) for ranks in by_value.values())}. Something changed it on some ranks "
+                "only: an in-place edit, a load on one rank, or gradients that were not reduced."
+            )
+
+
+def _checksum(param: Tensor) -> Tensor:
+    """A 0-dim int64 that depends on every bit and its place, computed where the parameter is."""
+    flat = param.detach().contiguous().view(-1).view(torch.uint8)
+    width = next(size for size in (8, 4, 2, 1) if flat.numel() % size == 0)
+    if flat.storage_offset() % width:  # a view at an odd place in a larger buffer
+        flat = flat.clone()
+    words = flat.view(_INTEGERS[width])
+    total = torch.zeros((), dtype=torch.int64, device=param.device)
+    for start in range(0, words.numel(), _CHUNK):
+        part = words[start : start + _CHUNK].to(torch.int64)
+        places = torch.arange(start, start + part.numel(), dtype=torch.int64, device=param.device)
+        # An odd factor per place loses no bit; the shift lets the high bits reach the low ones.
+        mixed = (part ^ (part >> 29)) * (places * 0x9E3779B97F4A7C1 + 1).mul_(2).add_(1)
+        total += (mixed ^ (mixed >> 32)).sum()
+    return total.cpu()

@@ -1,0 +1,1 @@
+"""The optimizer's state: looked at, collected, given out and taken in."""

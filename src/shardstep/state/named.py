@@ -1,0 +1,198 @@
+"""The state of an optimizer by name, in pieces: what sharded checkpoints are written from and read into.
+
+The form is the one that torch's own checkpoint functions use, ``{"state": {name: {...}}, "param_groups": [...]}`` with
+names for parameters, so that everything which reads theirs reads ours. Its tensors are ``StateShard``s.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardstep.comm.codec import option_text
+from shardstep.layout.specs import ParamSpec, Piece
+from shardstep.params.local_optimizer import options_of
+from shardstep.params.sharded_parameters import Placement
+from shardstep.params.tensor_subclasses import opened
+from shardstep.state.collect import local_part
+from shardstep.state.names import are_positions
+from shardstep.state.shard import filled, shard_of_range, shard_of_whole
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A tree of dicts, lists and tuples with every leaf changed. Tuples become lists: DCP looks into those only."""
+    if isinstance(value, Mapping):
+        return {key: map_leaves(item, change) for key, item in value.items()}
+    if isinstance(value, list) or (isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value)):
+        return [map_leaves(item, change) for item in value]
+    return change(value)
+
+
+def sharded_entry(entry: Mapping[str, Any], spec: ParamSpec, piece: Piece, *, blank: bool = False) -> dict[str, Any]:
+    """The state of this rank's piece of a parameter, with its tensors as ``StateShard``s of the whole."""
+
+    def shard(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        if leaf.dim() == 0 or piece.whole:
+            return shard_of_whole(leaf, writes=piece.start == 0, blank=blank)
+        if leaf.numel() != piece.numel:
+            raise RuntimeError(
+                f"the state of {spec.label} expects tensors of {piece.numel} elements or 0-dim ones, because the "
+                f"parameter is cut, but got shape {tuple(leaf.shape)}. Build the optimizer with shard='tensor'."
+            )
+        return shard_of_range(spec.shape, piece.start, piece.stop, leaf.reshape(-1), blank=blank)
+
+    return map_leaves(opened(entry), shard)
+
+
+def sharded_states(placement: Placement, optimizer: Optimizer, *, blanks: bool) -> dict[int, dict[str, Any]]:
+    """This rank's state by parameter index. ``blanks``: also for parameters without any, as places to load into."""
+    entries: dict[int, dict[str, Any]] = {}
+    for index, piece in sorted(placement.shard.pieces.items()):
+        spec, entry = placement.layout.spec_of[index], optimizer.state.get(placement.shard.tensors[index])
+        if entry:
+            entries[index] = sharded_entry(entry, spec, piece)
+        elif blanks and placement.params[index].requires_grad:
+            entries[index] = sharded_entry(_blank_entry(placement, optimizer, index), spec, piece, blank=True)
+    return entries
+
+
+def _blank_entry(placement: Placement, optimizer: Optimizer, index: int) -> dict[str, Any]:
+    """The state that the optimizer would make for this rank's piece of a parameter.
+
+    (DCP's own way is to step the optimizer itself with zero gradients, which moves counters and moments.)
+    """
+    return placement.blank_state(index, placement.shard.tensors[index], optimizer.param_groups)
+
+
+def named_form(
+    param_groups: Sequence[Mapping[str, Any]],
+    names: Mapping[Tensor, str],
+    placement: Placement,
+    optimizer: Optimizer,
+    *,
+    blanks: bool,
+) -> dict[str, Any]:
+    """The whole form of an optimizer. A parameter that this rank has nothing of has an empty entry."""
+    entries = sharded_states(placement, optimizer, blanks=blanks)
+    state: dict[str, Any] = {names[param]: entries.get(index, {}) for index, param in placement.params.items()}
+    state.update((str(key), value) for key, value in optimizer.state.items() if not isinstance(key, Tensor))
+    return {"state": state, "param_groups": named_groups(param_groups, names)}
+
+
+def named_groups(param_groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]) -> list[dict[str, Any]]:
+    """The groups, with copies of their options and names for parameters."""
+    return [
+        {**copy.deepcopy(options_of(dict(group))), "params": [names[param] for param in group["params"]]}
+        for group in param_groups
+    ]
+
+
+class Differences(NamedTuple):
+    """In what a checkpoint and an optimizer (or model) do not match."""
+
+    missing: list[str]  # not in the checkpoint
+    unexpected: list[str]  # only in the checkpoint
+    misshapen: list[str]  # with what was expected and found
+
+    def __bool__(self) -> bool:
+        return any(self)
+
+    def __str__(self) -> str:
+        told = [f"{kind}: {_shortened(names)}" for kind, names in zip(_KINDS, self, strict=True) if names]
+        return "; ".join(told)
+
+
+REMEDY = "Pass strict=False to load what fits; the rest starts empty."
+_KINDS = ("missing in the checkpoint", "unexpected", "wrongly shaped")
+
+
+def _shortened(names: list[str], most: int = 20) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
+
+
+def compare_names(saved_groups: Sequence[Mapping[str, Any]], names: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Which names are missing in the saved groups, and which are unexpected."""
+    saved = dict.fromkeys(name for group in saved_groups for name in group["params"])
+    mine = dict.fromkeys(names)
+    return [name for name in mine if name not in saved], [name for name in saved if name not in mine]
+
+
+def check_named_alike(saved_groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """ValueError if one side has names and the other positions: then nothing can be compared."""
+    saved = [str(name) for group in saved_groups for name in group["params"]]
+    if saved and names and are_positions(saved) != are_positions(names):
+        has, lacks = ("checkpoint", "optimizer") if are_positions(names) else ("optimizer", "checkpoint")
+        raise ValueError(
+            f"the {has} has parameter names ({(names if lacks == 'checkpoint' else saved)[0]!r}, ...) but the {lacks} "
+            "has positions. Pass model=... when saving and when loading."
+        )
+
+
+def options_by_name(
+    saved_groups: Sequence[Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], strict: bool
+) -> list[dict[str, Any]]:
+    """The options of each of ``groups`` (with names as parameters) as they were saved with its parameters.
+
+    A group of new parameters keeps its own. One that joins parameters whose options differ keeps its own, too, unless
+    ``strict``: then ValueError.
+    """
+    group_of = {name: position for position, saved in enumerate(saved_groups) for name in saved["params"]}
+    chosen = []
+    for position, group in enumerate(groups):
+        sources = list(dict.fromkeys(group_of[name] for name in group["params"] if name in group_of))
+        if not group["params"] and position < len(saved_groups) and not saved_groups[position]["params"]:
+            sources = [position]
+        wanted = [options_of(dict(saved_groups[source])) for source in sources]
+        if any(_texts(options) != _texts(wanted[0]) for options in wanted[1:]):
+            if strict:
+                raise ValueError(
+                    f"parameter group {position} expects options that were saved together, but its parameters come "
+                    f"from the saved groups {sources}, whose options differ. Pass strict=False to keep its own."
+                )
+            wanted = []
+        chosen.append(copy.deepcopy(wanted[0]) if wanted else options_of(dict(group)))
+    return chosen
+
+
+def _texts(options: Mapping[str, Any]) -> dict[str, str]:
+    return {key: option_text(value) for key, value in options.items()}
+
+
+class Loadable(NamedTuple):
+    """A form that fits an optimizer, in the optimizer's terms."""
+
+    entries: dict[int, dict[str, Any]]  # of this rank's pieces, by parameter index
+    others: dict[str, Any]  # state that belongs to no parameter
+    options: list[dict[str, Any]]  # of each group
+
+
+def loadable(
+    form: Mapping[str, Any],
+    param_groups: Sequence[Mapping[str, Any]],
+    names: Mapping[Tensor, str],
+    placement: Placement,
+    strict: bool,
+) -> Loadable:
+    """Take a form apart. ValueError if it does not fit and ``strict``, or if names and positions are mixed."""
+    saved_groups, state = form["param_groups"], form["state"]
+    check_named_alike(saved_groups, list(names.values()))
+    differences = Differences(*compare_names(saved_groups, names.values()), [])
+    if strict and differences:
+        raise ValueError(f"the sharded state dict expects the names of this optimizer, but {differences}. {REMEDY}")
+    options = options_by_name(saved_groups, named_groups(param_groups, names), strict)
+    entries = {}
+    for index, piece in placement.shard.pieces.items():
+        entry = state.get(names[placement.params[index]])
+        if entry:
+            spec, find_class = placement.layout.spec_of[index], partial(placement.find_state_class, index)
+            entries[index] = local_part(filled(entry), spec, piece, find_class, "of the loaded form")
+    known = {*names.values(), *(name for group in saved_groups for name in group["params"])}
+    return Loadable(entries, {key: value for key, value in state.items() if key not in known}, options)

@@ -1,0 +1,227 @@
+"""State dicts in torch's plain form: giving one out, and taking one in without half-loading it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from shardstep.comm.codec import live_option, option_text
+from shardstep.params.local_optimizer import options_of
+from shardstep.params.sharded_parameters import Placement
+from shardstep.state.collect import local_part
+from shardstep.state.shard import filled, is_sharded
+from shardstep.state.status import Snapshot
+
+# In the dict of a rank that did not receive the full state: who did, a rank or a list of them. No optimizer has such a
+# key.
+MARK = "shardstep_full_state_at_rank"
+
+
+def plain_form(param_groups: Sequence[dict[str, Any]], snapshot: Snapshot | None, rank: int) -> dict[str, Any]:
+    """``{"state": ..., "param_groups": ...}`` with parameters as indices, and the mark where the state is elsewhere."""
+    numbers: dict[int, int] = {}
+    packed, start = [], 0
+    for group in param_groups:
+        for position, param in enumerate(group["params"], start):
+            numbers.setdefault(id(param), position)
+        start += len(group["params"])
+        packed.append(
+            {key: value for key, value in group.items() if key != "params"}
+            | {"params": [numbers[id(param)] for param in group["params"]]}
+        )
+    state = {} if snapshot is None else {key: outer_copy(value) for key, value in snapshot.states.items()}
+    form: dict[str, Any] = {"state": state, "param_groups": packed}
+    if snapshot is not None and rank not in snapshot.to:
+        form[MARK] = snapshot.to[0] if len(snapshot.to) == 1 else list(snapshot.to)
+    return form
+
+
+def recipients(state_dict: Mapping[str, Any]) -> str:
+    """Who has the full state, of which this marked dict has nothing."""
+    told = state_dict[MARK]
+    return " or ".join(f"rank {rank}" for rank in (told if isinstance(told, list) else [told]))
+
+
+def outer_copy(value: Any) -> Any:
+    """A dict of its own for somebody who may edit it."""
+    return dict(value) if isinstance(value, dict) else value
+
+
+def load_local(
+    state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]], placement: Placement, optimizer: Optimizer
+) -> Callable[[], None]:
+    """Load this rank's part into the local optimizer, by its own rules. Return a function that undoes it.
+
+    If it raises, the optimizer is as it was.
+    """
+    _check_form(state_dict, param_groups)
+    return _load_undoably(_local_form(state_dict, placement), placement, optimizer)
+
+
+def load_pieces(
+    entries: Mapping[int, Mapping[str, Any]],
+    others: Mapping[Any, Any],
+    options: Sequence[dict[str, Any]],
+    placement: Placement,
+    optimizer: Optimizer,
+) -> Callable[[], None]:
+    """``load_local`` for state that is in pieces already.
+
+    Args:
+        entries: by parameter index, the state of this rank's piece.
+        others: state that belongs to no parameter, by key.
+        options: of each group.
+    """
+    local: dict[str, Any] = {"state": copy.deepcopy(dict(others)), "param_groups": []}
+    number = 0
+    for group, chosen, indices in zip(optimizer.param_groups, options, placement.indices, strict=True):
+        live = options_of(group)
+        kept = {key: live_option(value, live.get(key)) for key, value in chosen.items()}
+        form = {**kept, "params": list(range(number, number + len(indices)))}
+        if "param_names" in group:
+            form["param_names"] = list(group["param_names"])
+        local["param_groups"].append(form)
+        local["state"].update((number + i, entries[index]) for i, index in enumerate(indices) if entries.get(index))
+        number += len(indices)
+    return _load_undoably(local, placement, optimizer)
+
+
+def _load_undoably(local: dict[str, Any], placement: Placement, optimizer: Optimizer) -> Callable[[], None]:
+    before = optimizer.state, optimizer.param_groups
+    attributes = dict(vars(optimizer))
+
+    def undo() -> None:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        optimizer.state, optimizer.param_groups = before
+
+    try:
+        optimizer.load_state_dict(local)
+        _complete(optimizer, placement)
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _check_form(state_dict: Any, param_groups: Sequence[dict[str, Any]]) -> None:
+    """That it is a full state dict for these groups, before anything is touched."""
+    if not isinstance(state_dict, Mapping):
+        raise TypeError(f"load_state_dict expects a dict but got {_told(state_dict)}. {_REMEDY}")
+    if MARK in state_dict:
+        raise ValueError(
+            f"load_state_dict expects the full state, but this dict was taken on a rank that did not receive it. "
+            f"Load the one that {recipients(state_dict)} returned, to which the state was consolidated."
+        )
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(
+            "load_state_dict expects a dict with 'state' and 'param_groups' but got the keys "
+            f"{sorted(map(str, state_dict))}. {_REMEDY}"
+        )
+    states, saved = state_dict["state"], state_dict["param_groups"]
+    if not isinstance(states, Mapping):
+        raise ValueError(f"load_state_dict expects a dict under 'state' but got {_told(states)}. {_REMEDY}")
+    if not isinstance(saved, (list, tuple)) or not all(isinstance(g, Mapping) and "params" in g for g in saved):
+        raise ValueError(
+            "load_state_dict expects a list of dicts with the key 'params' under 'param_groups' but got "
+            f"{_told(saved)}. {_REMEDY}"
+        )
+    if len(saved) != len(param_groups):
+        raise ValueError(
+            f"loaded state dict has a different number of parameter groups: expects {len(param_groups)} but got "
+            f"{len(saved)}. Build the optimizer with the same groups as the one that was saved."
+        )
+    for position, (group, saved_group) in enumerate(zip(param_groups, saved, strict=True)):
+        if len(group["params"]) != len(saved_group["params"]):
+            raise ValueError(
+                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: group "
+                f"{position} expects {len(group['params'])} parameters but got {len(saved_group['params'])}. Build the "
+                "optimizer with the same groups as the one that was saved."
+            )
+        for index in saved_group["params"]:
+            if not isinstance(states.get(index, {}), Mapping):
+                raise ValueError(
+                    f"load_state_dict expects a dict as the state of parameter {index} but got {_told(states[index])}. "
+                    f"{_REMEDY}"
+                )
+
+
+_REMEDY = "Pass what state_dict() returned."
+
+
+def _told(value: Any) -> str:
+    return f"a {type(value).__qualname__} ({str(value)[:60]})"
+
+
+def _local_form(state_dict: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
+    """The dict as the local optimizer would have saved it: its pieces of the state, numbered in its order."""
+    saved_groups = state_dict["param_groups"]
+    saved_ids = [saved_id for group in saved_groups for saved_id in group["params"]]
+    states = state_dict["state"]
+    local_state = {key: copy.deepcopy(value) for key, value in states.items() if key not in set(saved_ids)}
+    local_groups, number = [], 0
+    start = 0
+    for saved, indices in zip(saved_groups, placement.indices, strict=True):
+        local = {**options_of(saved), "params": list(range(number, number + len(indices)))}
+        if "param_names" in saved:
+            local["param_names"] = [saved["param_names"][index - start] for index in indices]
+        local_groups.append(local)
+        for index in indices:
+            entry = filled(states.get(saved_ids[index]))
+            if entry:
+                piece = placement.shard.pieces[index]
+                spec, find_class = placement.layout.spec_of[index], partial(placement.find_state_class, index)
+                local_state[number] = local_part(entry, spec, piece, find_class, "of the loaded dict")
+            number += 1
+        start += len(saved["params"])
+    return {"state": local_state, "param_groups": local_groups}
+
+
+def _complete(optimizer: Optimizer, placement: Placement) -> None:
+    """A parameter that the dict holds nothing for starts as in a newly built optimizer (Adagrad makes state there)."""
+    missing = [tensor for tensor in placement.shard.tensors.values() if not optimizer.state.get(tensor)]
+    if missing and placement.has_eager_state:
+        fresh = placement.fresh_optimizer(optimizer.param_groups)
+        for tensor in missing:
+            optimizer.state[tensor] = fresh.state[tensor]
+
+
+def load_options(
+    saved_groups: Sequence[Mapping[str, Any]],
+    param_groups: Sequence[dict[str, Any]],
+    local_groups: Sequence[dict[str, Any]],
+) -> None:
+    """Options (and names, if the saved groups have them) as loaded; like torch, options that they lack are gone."""
+    for group, saved, local in zip(param_groups, saved_groups, local_groups, strict=True):
+        names = saved.get("param_names", group.get("param_names"))
+        params = group["params"]
+        group.clear()
+        group.update(options_of(local), params=params)
+        if names is not None:
+            group["param_names"] = list(names)
+
+
+def facts_of(state_dict: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
+    """What ranks must agree on when they load: that it is the same checkpoint, as far as its plain values tell."""
+    facts = [
+        (
+            f"parameter group {position}",
+            {key: option_text(value) for key, value in sorted(options_of(group).items())},
+        )
+        for position, group in enumerate(state_dict["param_groups"])
+    ]
+    for key, entry in state_dict["state"].items():
+        if isinstance(entry, dict) and not is_sharded(entry):
+            facts.append((f"state of parameter {key}", {name: _summary(value) for name, value in entry.items()}))
+    return facts
+
+
+def _summary(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {list(value.shape)}" if value.dim() else f"{value.item()}"
+    return option_text(value)

@@ -1,0 +1,359 @@
+"""Checkpoint directories to plain files and back, a window of the data at a time."""
+
+from __future__ import annotations
+
+import os
+import re
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from shardstep.checkpoint import keys
+from shardstep.checkpoint.keys import WHOLE, key_of
+from shardstep.checkpoint.load_job import OPTIM, Checkpoint
+from shardstep.checkpoint.save_job import Contribution, Saving
+from shardstep.checkpoint.storage.manifest import CheckpointError
+from shardstep.checkpoint.storage.reader import put
+from shardstep.checkpoint.storage.torch_file import WINDOW_BYTES, bytes_in, memory_of, patch_checksums
+from shardstep.comm.codec import is_live_only
+from shardstep.comm.collectives import alone
+from shardstep.comm.consensus import Board
+from shardstep.params import tensor_subclasses
+from shardstep.state.named import map_leaves
+from shardstep.state.plain import MARK, recipients
+from shardstep.state.shard import shard_of_range, shard_of_whole
+
+__all__ = ["WHOLE", "from_plain", "to_plain"]
+
+Progress = Callable[[int], None]  # called with bytes done
+
+
+# --- to a plain file ----------------------------------------------------------------------------------------------
+
+
+def to_plain(directory: Path, target: Path, key: str, progress: Progress) -> str:
+    """Write one plain state dict, as ``torch.save(optimizer.state_dict(), target)`` would, without holding it.
+
+    A skeleton of the file is written first, with holes for the tensors; then they are filled in, part by part. No more
+    than a window of the data is in memory.
+
+    Args:
+        key: under which it lies. An optimizer gets torch's plain form, with positions for names; anything else is
+            written as it was saved. ValueError if there is nothing, or an optimizer only deeper.
+
+    Returns:
+        What should be known about it, if anything.
+    """
+    checkpoint = Checkpoint(directory)
+    root = _root_in(checkpoint, key)
+    tree, fqns = _plain_tree(checkpoint, root)
+    form = _numbered(tree, directory) if root in keys.optimizer_roots(checkpoint.paths.values()) else tree
+    beside = target.with_name(f".{target.name}.converting")
+    try:
+        with open(beside, "wb") as stream, torch.serialization.skip_data(materialize_fake_tensors=True):
+            torch.save(form, stream)
+        with open(beside, "r+b") as stream:
+            checksums = _fill_all(checkpoint, form, fqns, stream, progress)
+            os.fsync(stream.fileno())
+        patch_checksums(beside, checksums)
+        os.replace(beside, target)
+    finally:
+        beside.unlink(missing_ok=True)
+    if any(path[-1] == tensor_subclasses.MARK for path in checkpoint.paths.values() if path[: len(root)] == root):
+        return (
+            f"{directory} holds state of tensor subclasses (quantized state, say), which needs their classes. {target} "
+            "has the plain tensors that it consists of: ZeroRedundancyOptimizer.load_state_dict takes them. A plain "
+            "optimizer loads the directory itself: shardstep.checkpoint.load."
+        )
+    return ""
+
+
+def _root_in(checkpoint: Checkpoint, key: str) -> keys.Path:
+    """Where what ``key`` asks for lies."""
+    directory, paths = checkpoint.directory, list(checkpoint.paths.values())
+    root, optimizers = keys.root_of(paths, key), keys.optimizer_roots(paths)
+    if root in optimizers:
+        return root
+    if root is not None and keys.is_flattened_optimizer(paths, root):
+        raise ValueError(
+            f"{directory} has a flattened optimizer state dict under {key!r}, which does not tell the order of its "
+            "parameters. Load it with torch's set_optimizer_state_dict and save it without "
+            "flatten_optimizer_state_dict."
+        )
+    inside = [found for found in optimizers if root is not None and found[: len(root)] == root]
+    if key == OPTIM or inside:
+        what, others = "optimizer", inside or optimizers
+    elif root is not None:
+        return root
+    else:
+        what, others = key, keys.deeper(paths, key)
+    if others:
+        raise ValueError(f"{directory} has {_found(what, others)}")
+    there = sorted({str(path[0]) for path in paths})
+    raise ValueError(
+        f"{directory} expects something to convert under {key!r} but has the keys {there}. Pass one with --key."
+    )
+
+
+def _found(what: str, roots: list[keys.Path]) -> str:
+    names = [key_of(root) for root in roots]
+    return f"its {what} under {' and '.join(map(repr, names))}: pass --key {names[0]}"
+
+
+def _plain_tree(checkpoint: Checkpoint, root: keys.Path) -> tuple[Any, dict[int, str]]:
+    """What is under ``root``, with tensors that have no memory, and the keys of those by their identity.
+
+    Tensors inside of values (a tuple, say) are there: they were read with them.
+    """
+    inside = {fqn: entry for fqn, entry in checkpoint.entries.items() if checkpoint.paths[fqn][: len(root)] == root}
+    values: dict[str, Any] = {
+        fqn: None for fqn, entry in inside.items() if not isinstance(entry, TensorStorageMetadata)
+    }
+    checkpoint.read_into(values)
+    tree: dict[str, Any] = {}
+    fqns: dict[int, str] = {}
+    mode = FakeTensorMode()
+    for fqn, entry in inside.items():
+        if isinstance(entry, TensorStorageMetadata):
+            with mode:
+                leaf = torch.empty(entry.size, dtype=entry.properties.dtype)
+            fqns[id(leaf)] = fqn
+        else:  # each tensor with memory of its own: it gets a place of its own
+            leaf = tree_map_only(Tensor, lambda tensor: tensor.clone().contiguous(), values[fqn])
+        put(tree, checkpoint.paths[fqn][len(root) :], leaf)
+    return tree, fqns
+
+
+def _numbered(form: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """An optimizer's form with positions for names: torch's plain form."""
+    groups = form["param_groups"]
+    if not all(isinstance(group, Mapping) and "params" in group for group in groups):
+        raise CheckpointError(f"{directory} expects parameter groups with the key 'params', but one has none.")
+    for key, value in (option for group in groups for option in group.items() if is_live_only(option[1])):
+        raise ValueError(
+            f"{directory} has the option {key!r} as {value.split(':', 1)[1]!r}, which is no plain data (a member of an "
+            "enumeration, a function, a class) and cannot stand in a plain file. Load the directory itself: "
+            "shardstep.checkpoint.load."
+        )
+    names = dict.fromkeys(name for group in groups for name in group["params"])
+    numbers: dict[Any, int] = {name: number for number, name in enumerate(names)}
+    states = form.get("state", {})
+    ordered = sorted(states, key=lambda name: numbers.get(name, len(numbers)))
+    return {
+        "state": {numbers.get(name, name): states[name] for name in ordered},
+        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
+    }
+
+
+def _tensors_in(form: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(form) if isinstance(leaf, Tensor)]
+
+
+def _fill_all(
+    checkpoint: Checkpoint, form: Any, fqns: Mapping[int, str], stream: BinaryIO, progress: Progress
+) -> dict[int, int]:
+    """Copy the tensors of ``form`` to their places in its file; return the checksums of their bytes by place."""
+    with FakeTensorMode():
+        skeleton = torch.load(stream, weights_only=True)
+    places: dict[str, int] = {}
+    checksums: dict[int, int] = {}
+    for leaf, hole in zip(_tensors_in(form), _tensors_in(skeleton), strict=True):
+        place = int(hole.untyped_storage()._checkpoint_offset or 0)
+        if id(leaf) in fqns:
+            places[fqns[id(leaf)]] = place
+        else:
+            checksums[place] = zlib.crc32(memory_of(leaf))
+            _write_at(stream.fileno(), memory_of(leaf), place)
+    for batch in _batches(checkpoint, list(places)):
+        checksums.update(_fill(checkpoint, batch, stream.fileno(), places, progress))
+    return checksums
+
+
+def _batches(checkpoint: Checkpoint, keys: list[str]) -> Iterator[list[str]]:
+    """Tensors that are read together: small ones as many as fit into a window, a large one alone."""
+    batch: list[str] = []
+    filled = 0
+    for key in keys:
+        size = _size_of(checkpoint, key)
+        if batch and filled + size > WINDOW_BYTES:
+            yield batch
+            batch, filled = [], 0
+        batch.append(key)
+        filled += size
+    if batch:
+        yield batch
+
+
+def _size_of(checkpoint: Checkpoint, key: str) -> int:
+    entry = checkpoint.entries[key]
+    assert isinstance(entry, TensorStorageMetadata)
+    return bytes_in(tuple(entry.size), entry.properties.dtype)
+
+
+def _fill(
+    checkpoint: Checkpoint, keys: list[str], descriptor: int, places: dict[str, int], progress: Progress
+) -> dict[int, int]:
+    """Copy tensors to their places in a file; return the checksums of their bytes by place."""
+    if len(keys) == 1:
+        return {places[keys[0]]: _fill_by_windows(checkpoint, keys[0], descriptor, places[keys[0]], progress)}
+    form: dict[str, Any] = {}
+    for key in keys:
+        entry = checkpoint.entries[key]
+        assert isinstance(entry, TensorStorageMetadata)
+        form[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+    checkpoint.read_into(form)
+    checksums = {}
+    for key, tensor in form.items():
+        memory = memory_of(tensor)
+        checksums[places[key]] = zlib.crc32(memory)
+        _write_at(descriptor, memory, places[key])
+        progress(len(memory))
+    return checksums
+
+
+def _fill_by_windows(checkpoint: Checkpoint, key: str, descriptor: int, place: int, progress: Progress) -> int:
+    entry = checkpoint.entries[key]
+    assert isinstance(entry, TensorStorageMetadata)
+    shape, dtype = tuple(entry.size), entry.properties.dtype
+    count, step, checksum = entry.size.numel(), max(WINDOW_BYTES // dtype.itemsize, 1), 0
+    buffer = torch.empty(min(step, count), dtype=dtype)
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        window = buffer[: stop - start]
+        whole = start == 0 and stop == count
+        shard = shard_of_whole(window.view(shape)) if whole else shard_of_range(shape, start, stop, window)
+        checkpoint.read_into({key: shard})
+        memory = memory_of(window)
+        checksum = zlib.crc32(memory, checksum)
+        _write_at(descriptor, memory, place + start * dtype.itemsize)
+        progress(len(memory))
+    return checksum
+
+
+def _write_at(descriptor: int, memory: memoryview, place: int) -> None:
+    while len(memory):
+        count = os.pwrite(descriptor, memory, place)
+        memory, place = memory[count:], place + count
+
+
+# --- from a plain file --------------------------------------------------------------------------------------------
+
+
+def from_plain(source: Path, directory: Path, key: str, progress: Progress) -> str:
+    """Make a checkpoint directory of a file that ``torch.save(optimizer.state_dict(), source)`` wrote.
+
+    The file is mapped into memory, not read as a whole. Parameters are called by the names in the file, if it has some,
+    else by their positions; a checkpoint of positions loads into an optimizer with as many parameters in each group.
+
+    Args:
+        key: under which the state dict lies in the file.
+
+    Returns:
+        What should be known about it, if anything.
+    """
+    try:
+        form = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # torch.load raises anything for a file that is none of its own
+        named = re.search(r"GLOBAL ((?:\w+\.)+)(\w+)", str(error))
+        if named is None:
+            reason = (str(error).splitlines() or [repr(error)])[0]
+        else:
+            module = ".".join(named[1].rstrip(".").split(".")[:2])
+            reason = f"it holds a {named[1]}{named[2]}. If you trust that package, pass --import {module}."
+        raise CheckpointError(f"{source} cannot be read as plain data that torch.save wrote: {reason}") from error
+    form = _optimizer_in(form, source, key)
+    group = alone()
+    Saving(directory, _PlainContribution(form), group, Board(group), progress=progress).run()
+    count = sum(len(group["params"]) for group in form["param_groups"])
+    if count and not any(not isinstance(entry, Mapping) or entry for entry in form["state"].values()):
+        return (
+            f"{source} holds no state for its {count} parameters, as before the first step (or of an optimizer that "
+            "needs none), so the checkpoint has none."
+        )
+    return ""
+
+
+def _optimizer_in(whole: Any, source: Path, key: str) -> Mapping[str, Any]:
+    """The optimizer's state dict in what a file holds."""
+    paths = list(_paths_in(whole))
+    root = keys.root_of(paths, key)
+    if root is None:
+        raise ValueError(f"{source} has nothing under the key {key!r} but has {_told(whole)}. Pass another with --key.")
+    form = whole
+    for part in root:
+        form = form[part]
+    if isinstance(form, Mapping) and MARK in form:
+        raise CheckpointError(
+            f"{source} expects the full state but was saved on a rank that did not receive it. Convert what "
+            f"{recipients(form)} saved, to which the state was consolidated."
+        )
+    if not _is_state_dict(form):
+        others = keys.optimizer_roots(paths)
+        remedy = f"It has {_found('optimizer', others)}" if others else "Pass what state_dict() returned."
+        raise ValueError(
+            f"{source} expects an optimizer's state dict, with 'state' and 'param_groups', but holds {_told(form)}. "
+            f"{remedy}"
+        )
+    return form
+
+
+def _is_state_dict(form: Any) -> bool:
+    if not isinstance(form, Mapping) or not {"state", "param_groups"} <= form.keys():
+        return False
+    state, groups = form["state"], form["param_groups"]
+    return (
+        isinstance(state, Mapping)
+        and isinstance(groups, (list, tuple))
+        and all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups)
+    )
+
+
+def _told(form: Any) -> str:
+    return f"{sorted(map(str, form))}" if isinstance(form, Mapping) else f"a {type(form).__name__}"
+
+
+def _paths_in(value: Any, path: keys.Path = ()) -> Iterator[keys.Path]:
+    """The paths of a tree's leaves; a list counts as a leaf unless dicts are in it."""
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, Mapping):
+        items = list(value.items())
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        items = list(enumerate(value))
+    for part, item in items:
+        yield from _paths_in(item, (*path, part))
+    if not items:
+        yield path
+
+
+class _PlainContribution(Contribution):
+    """What a plain state dict contributes: everything."""
+
+    def __init__(self, form: Mapping[str, Any]) -> None:
+        names: dict[Any, str] = {}
+        for group in form["param_groups"]:
+            told = group.get("param_names") or [str(number) for number in group["params"]]
+            names.update(zip(group["params"], map(str, told), strict=True))
+        groups = [
+            {
+                **{key: value for key, value in group.items() if key != "param_names"},
+                "params": [names[number] for number in group["params"]],
+            }
+            for group in form["param_groups"]
+        ]
+        state = {
+            names.get(key, str(key)): map_leaves(tensor_subclasses.opened(entry), _whole)
+            for key, entry in form["state"].items()
+        }
+        self.form = {OPTIM: {"state": state, "param_groups": groups}}
+        self.shapes, self.orders = {}, {}
+
+
+def _whole(leaf: Any) -> Any:
+    return shard_of_whole(leaf) if isinstance(leaf, Tensor) else leaf
