@@ -1,158 +1,243 @@
-"""One step over a placement: *update* this rank's pieces, *gather* the parameters, bucket by bucket."""
+"""One step: gradients -> update -> all-gather, bucket by bucket. The only step loop.
+
+``step()``, the closure, both DDP hooks, the shadow of a rank without inputs and ``train()``/``eval()`` all come here.
+Where gradients come from is the source's business (``grads/source.py``).
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
-from shardstep.comm.consensus import Board
-from shardstep.comm.shared_memory import MAX_IN_FLIGHT
-from shardstep.params.all_gather import Exchange, Flight
-from shardstep.params.local_optimizer import fire_post_hooks, fire_pre_hooks, unhooked_step
-from shardstep.params.sharded_parameters import Placement
+from shardstep.comm.consensus import RankConsensus
+from shardstep.grads.source import GradientSource, StepGradients
+from shardstep.params.gather_window import GatherWindow
+from shardstep.params.lazy_gather import LazyGathers
+from shardstep.params.local_optimizer import copy_options, fire_post_hooks, fire_pre_hooks, unhooked_step
+from shardstep.params.progress import Progress
+from shardstep.params.sharded_parameters import ShardedParameters
+
+Closure = Callable[[], Any]
+ParamGroups = Sequence[dict[str, Any]]
 
 
-class GatherFailed(RuntimeError):
-    """The parameters could not be gathered. What the ranks have sent each other since is unknown: nothing goes on."""
+class Step:
+    """A step under way. All ranks advance the same buckets in the same order, then finish.
 
+    A bucket travels while the next one is updated. ``update``: what updates everything at once instead, before any
+    bucket travels.
+    """
 
-Closure = Callable[[], Any] | None
-
-
-class Gathers:
-    """The exchanges of one step: started one after the other, finished in the same order, few in the air at once."""
-
-    def __init__(self, placement: Placement, board: Board, on_failure: Callable[[GatherFailed], None]) -> None:
-        self._placement = placement
-        self._board = board
-        self._on_failure = on_failure  # told of every failure, also of those that another error hides
-        self._in_flight: deque[tuple[int, Exchange, Flight]] = deque()
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._sharded = engine.sharded
+        self._window = GatherWindow(engine.sharded, engine.consensus, engine.progress)
+        self.update: Callable[[], Any] | None = None
+        self.kwargs: dict[str, Any] = {}  # for the local optimizer's step
+        self._waiting = dict.fromkeys(self._sharded.plan.active_buckets)
 
     @property
-    def in_flight(self) -> list[int]:
-        """The buckets under way, in the order in which they were started."""
-        return [position for position, _, _ in self._in_flight]
+    def waiting(self) -> list[int]:
+        """The buckets that were not advanced yet, in order."""
+        return list(self._waiting)
 
-    def start(self, position: int) -> None:
-        """Start the exchange of a bucket. All ranks start them in the same order."""
-        exchange = self._placement.exchanges[position]
-        if exchange is None:
-            return
-        while len(self._in_flight) >= MAX_IN_FLIGHT or exchange.must_wait:
-            self.finish_oldest()
-        with record_function("shardstep::gather"):
-            self._placement.started += 1
-            try:
-                self._in_flight.append((position, exchange, exchange.start()))
-            except RuntimeError as error:
-                raise self._failed(error) from error
+    def advance(self, position: int) -> None:
+        """Update this rank's pieces of one bucket, and start its gather."""
+        del self._waiting[position]
+        if self.update is None:
+            with record_function("shardstep::update"):
+                self._sharded.update_bucket(self._engine.optimizer, position)
+        self._window.start(position)
 
-    def finish(self) -> None:
-        """Bring all ranks' parameters up to date with what was started."""
-        while self._in_flight:
-            self.finish_oldest()
+    def finish(self, lazily: bool = False) -> Any:
+        """Advance the buckets that wait, and bring all ranks' parameters up to date. What ``update`` returned.
 
-    def land(self) -> None:
-        """After an error: bring down what is in the air, so that nothing is written into memory that others have later.
-
-        If all ranks failed at the same place, their parameters agree afterwards.
+        ``lazily``: start with the buckets that the next forward needs first, and leave the last ones under way.
         """
-        while self._in_flight:
-            try:
-                self.finish_oldest()
-            except RuntimeError:  # the error that brought us here is the one to tell
-                self._in_flight.clear()
-
-    def finish_oldest(self) -> None:
-        """Wait for the bucket that was started first, and put it where it belongs."""
-        _, exchange, flight = self._in_flight.popleft()
-        with record_function("shardstep::gather"):
-            try:
-                flight.handle.wait()
-                exchange.finish(flight)
-            except RuntimeError as error:
-                raise self._failed(error) from error
-
-    def _failed(self, error: RuntimeError) -> GatherFailed:
-        failure = _explained(error, self._board)
-        self._on_failure(failure)
-        return failure
-
-
-def update_and_gather(
-    placement: Placement,
-    optimizer: Optimizer,
-    gathers: Gathers,
-    board: Board,
-    closure: Closure,
-    kwargs: dict[str, Any],
-    lazily: bool = False,
-) -> Any:
-    """Step the local optimizer and bring all ranks' parameters up to date. Return what the optimizer returned.
-
-    A bucket travels while the next one is updated. With a closure or arguments, or if the optimizer may not be split,
-    everything is updated first. ``lazily``: start with the buckets that the next forward needs first, and leave the
-    last ones under way, in ``gathers``.
-    """
-    loss = None
-    with failing_together(placement, board, gathers):
-        kwargs = fire_pre_hooks(optimizer, kwargs)
-        split = placement.splits and closure is None and not kwargs
-        if not split:
-            loss = update_all(optimizer, closure, kwargs)
-        for position in reversed(placement.active_buckets) if lazily else placement.active_buckets:
-            if split:
-                update_bucket(placement, optimizer, position)
-            gathers.start(position)
+        result = None
+        if self.update is not None:
+            with record_function("shardstep::update"):
+                result = self.update()
+        for position in reversed(self.waiting) if lazily else self.waiting:
+            self.advance(position)
+        if self.update is None and not self._sharded.plan.owns_active:
+            self._engine.update_all()  # its groups are empty, but some optimizers write into them
         if not lazily:
-            gathers.finish()
-        fire_post_hooks(optimizer, kwargs)
-    return loss
+            self._window.finish()
+        return result
+
+    def take_lazy_gathers(self) -> LazyGathers | None:
+        """The gathers that a lazy ``finish`` has left under way; their parameters wait for them."""
+        if not self._window.in_flight:
+            return None
+        return LazyGathers(self._window, self._sharded.params_of)
+
+    def drain(self) -> None:
+        """Give up: wait for what is under way, so that nothing is written into memory that others have later."""
+        self._window.drain()
+
+    @contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """If the step fails in this context, the other ranks hear of it, and what is under way is waited for."""
+        try:
+            yield
+        except Exception as error:
+            clearer = self._sharded.kind_error()
+            self._engine.consensus.report_failure("step", clearer or error)
+            self._window.drain()
+            if clearer is not None:
+                raise clearer from error
+            raise
 
 
-@contextmanager
-def failing_together(placement: Placement, board: Board, gathers: Gathers) -> Iterator[None]:
-    """If a step fails in this context, the other ranks are told and what is in the air is brought down."""
-    try:
-        yield
-    except Exception as error:
-        clearer = placement.kind_error()
-        board.fail("step", clearer or error)
-        gathers.land()
-        if clearer is not None:
-            raise clearer from error
-        raise
+class Engine:
+    """Steps one sharded optimizer. ``param_groups`` are always the user's, whose options count."""
 
+    def __init__(
+        self,
+        sharded: ShardedParameters,
+        optimizer: Optimizer,
+        consensus: RankConsensus,
+        source: GradientSource,
+        lazy_gather: bool = False,
+    ) -> None:
+        self.sharded = sharded
+        self.optimizer = optimizer  # the local one
+        self.consensus = consensus
+        self.source = source
+        self.progress = Progress()
+        self._lazy_gather = lazy_gather
+        self._lazy: LazyGathers | None = None
 
-def gather(placement: Placement, gathers: Gathers) -> None:
-    """Bring all ranks' parameters up to date with their owners'."""
-    for position in placement.active_buckets:
-        gathers.start(position)
-    gathers.finish()
+    def step(
+        self,
+        param_groups: ParamGroups,
+        closure: Closure | None = None,
+        kwargs: dict[str, Any] | None = None,
+        source: StepGradients | None = None,
+    ) -> Any:
+        """Collective. One step with the gradients of ``source``; return what the local optimizer's step returned."""
+        source = source or self.source
+        self._start()
+        if closure is None:
+            with self.consensus.reporting("step"):
+                source.check()
+            source.prepare(param_groups)
+        copy_options(param_groups, self.optimizer.param_groups)
+        try:
+            source.bind(self.sharded.plan.active_buckets)
+            evaluate = None if closure is None else self._evaluation(closure, source, param_groups)
+            step = self._open(kwargs or {}, evaluate)
+            with step.failing_together():
+                lazily = self._lazy_gather and closure is None
+                loss = step.finish(lazily)
+                self._lazy = step.take_lazy_gathers()
+                fire_post_hooks(self.optimizer, step.kwargs)
+        finally:
+            source.release()
+        self._end(param_groups, source)
+        return loss
 
+    def begin(self, param_groups: ParamGroups) -> Step:
+        """Collective. Begin a step whose gradients will come bucket by bucket; ``end`` ends it."""
+        self._start()
+        copy_options(param_groups, self.optimizer.param_groups)
+        return self._open({}, None)
 
-def update_bucket(placement: Placement, optimizer: Optimizer, position: int) -> None:
-    """Step this rank's pieces of one bucket."""
-    with record_function("shardstep::update"):
-        placement.update_bucket(optimizer, position)
+    def end(self, step: Step, param_groups: ParamGroups, source: StepGradients) -> None:
+        """Collective. All gradients are bound: finish a step that was begun."""
+        with step.failing_together():
+            step.finish()
+            fire_post_hooks(self.optimizer, step.kwargs)
+        source.release()
+        self._end(param_groups, source)
 
+    def switch(self, mode: str, param_groups: ParamGroups) -> None:
+        """Collective. Call ``train`` or ``eval`` of the local optimizer, which changes the parameters that it owns."""
+        self.wait_for_parameters()
+        self.notice_changes()
+        copy_options(param_groups, self.optimizer.param_groups)
+        step = Step(self)
+        step.update = getattr(self.optimizer, mode)
+        with step.failing_together():
+            step.finish()
+        copy_options(self.optimizer.param_groups, param_groups, self.sharded.builder.notes)
 
-def update_all(optimizer: Optimizer, closure: Closure, kwargs: dict[str, Any]) -> Any:
-    """One step of the local optimizer over everything. Its step need not know closures unless there is one."""
-    step = unhooked_step(optimizer)
-    with record_function("shardstep::update"):
-        return step(**kwargs) if closure is None else step(closure=closure, **kwargs)
+    def update_all(self, closure: Closure | None = None, kwargs: dict[str, Any] | None = None) -> Any:
+        """One step of the local optimizer over everything. Its step need not know closures unless there is one."""
+        step = unhooked_step(self.optimizer)
+        return step(**(kwargs or {})) if closure is None else step(closure=closure, **(kwargs or {}))
 
+    def wait_for_parameters(self) -> None:
+        """Finish the gathers that the last step has left under way."""
+        lazy, self._lazy = self._lazy, None
+        if lazy is not None:
+            lazy.finish()
 
-def _explained(error: RuntimeError, board: Board) -> GatherFailed:
-    try:
-        where = board.explain()
-    except RuntimeError:  # the store is gone with its host; the first error is all there is to tell
-        where = ""
-    told = f" Meanwhile {where}. Call it on every rank, in the same order." if where else ""
-    return GatherFailed(f"step: the parameters could not be gathered: {str(error).rstrip('.')}.{told}")
+    def notice_changes(self) -> None:
+        """Parameters that were frozen, unfrozen or given other memory since the last step."""
+        sharded = self.sharded
+        active = sharded.active_now()
+        if active != sharded.active:
+            self.consensus.note(sharded.describe_change(active))
+            self.consensus.check_equal("step, after a change of requires_grad", sharded.activity_facts(active))
+            sharded.activate(active)
+        with self.consensus.reporting("step"):
+            if sharded.moved():
+                sharded.bind()
+
+    def _start(self) -> None:
+        self._check_last_step()
+        self.wait_for_parameters()
+        self.notice_changes()
+        self.progress.changed()
+        self.progress.begin()
+
+    def _open(self, kwargs: dict[str, Any], evaluate: Closure | None) -> Step:
+        step = Step(self)
+        with step.failing_together():
+            step.kwargs = fire_pre_hooks(self.optimizer, kwargs)
+        # The same on every rank, so that all start the same gathers at the same time, whatever they own.
+        if evaluate is not None or step.kwargs or not self.sharded.builder.splittable:
+            step.update = partial(self.update_all, evaluate, step.kwargs)
+        return step
+
+    def _end(self, param_groups: ParamGroups, source: StepGradients) -> None:
+        copy_options(self.optimizer.param_groups, param_groups, self.sharded.builder.notes)
+        self.progress.end()
+        source.stepped()
+
+    def _check_last_step(self) -> None:
+        """After a step that failed: did the others fail with us, at the same place? Then it can go on."""
+        if self.progress.is_broken:
+            raise RuntimeError(
+                "step expects a process group in which all ranks are at the same place, but an earlier step failed "
+                f"({self.progress.failure}). Start the processes again, from a checkpoint."
+            )
+        if self.progress.failure:
+            started = {"started": str(self.sharded.gathers_started)}
+            self.consensus.check_equal("step (the previous one failed)", [("gathers", started)])
+
+    def _evaluation(self, closure: Closure, source: StepGradients, param_groups: ParamGroups) -> Closure:
+        """The closure for the local optimizer: its pieces get their slices of the gradients it computes."""
+
+        def evaluate() -> Any:
+            if self.sharded.builder.moves_first:  # each rank has moved its pieces: the closure is about all of them
+                self._gather()
+            loss = closure()
+            source.prepare(param_groups)
+            source.bind(self.sharded.plan.active_buckets)
+            return loss
+
+        return evaluate
+
+    def _gather(self) -> None:
+        """Bring all ranks' parameters up to date with their owners'."""
+        step = Step(self)
+        step.update = lambda: None
+        step.finish()

@@ -2,40 +2,55 @@
 
 It takes part in every step of the others. It has no gradients of its own by then, and stale ones in ``.grad``, so a
 rank that is still active lends it the gradients of its pieces, and the options, which a scheduler may have changed.
+With ``shard_gradients`` it also takes part in their reductions, with nothing to add.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from enum import IntEnum
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms.join import Join, JoinHook
 
 from shardstep.comm import collectives
 from shardstep.comm.codec import decode, dtype_name, dtype_of, encode
-from shardstep.comm.collectives import Group
+from shardstep.comm.process_group import Group
+from shardstep.engine import Engine
+from shardstep.grads.attendance import JoinEnded, Roll
+from shardstep.grads.reduced_gradients import ReducedGradients
+from shardstep.grads.source import GradientSource, StepGradients
 from shardstep.layout.specs import Layout
 from shardstep.params.local_optimizer import options_of
+from shardstep.params.sharded_parameters import ShardedParameters
 
-# What a rank does now: nothing of its own, a step, a round of reductions, clipping, unscaling.
-JOINED, STEP, ROUND, CLIP, UNSCALE = range(5)
+
+class Activity(IntEnum):
+    """What a rank does now."""
+
+    JOINED = 0  # nothing of its own
+    STEP = 1
+    ROUND = 2  # of reductions
+    CLIP = 3
+    UNSCALE = 4
 
 
 class Call(NamedTuple):
     """What one rank does now, as whole numbers."""
 
     kind: int
-    epoch: int = 0  # of a round, see rounds.py
-    given_up: int = 0
+    iteration: int = 0  # of a round, see grads/iteration.py
+    aborted: int = 0
     sent: int = 0
     first: int = 0  # arguments, as the bits of floats
     second: int = 0
 
     @classmethod
-    def of(cls, kind: int, first: float, second: float) -> Call:
+    def of(cls, kind: Activity, first: float, second: float) -> Call:
         return cls(kind, 0, 0, 0, *struct.unpack("qq", struct.pack("dd", first, second)))
 
     @property
@@ -43,45 +58,208 @@ class Call(NamedTuple):
         return struct.unpack("dd", struct.pack("qq", self.first, self.second))  # type: ignore[return-value]
 
 
-def meet(group: Group, call: Call) -> list[Call]:
-    """Collective: call on every rank of the group. What everybody does now, by rank."""
-    return [Call(*row) for row in collectives.all_gather_ints(group, call)]
+class Uneven(Protocol):
+    """The optimizer, as far as this file needs it: torch's Joinable."""
+
+    engine: Engine
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def in_join_context(self) -> bool: ...
+
+    def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
-class Lending(tuple):
-    """(lender, borrower) pairs of one step: who gives gradients to whom. Empty while nobody has joined."""
+class JoinAttendance:
+    """Who takes part in the steps and reductions of one optimizer (see ``grads/attendance.py``)."""
 
-    @classmethod
-    def among(cls, everyone: Sequence[Call]) -> Lending:
-        """Who lends to whom, if this is what the ranks do."""
-        lenders = [rank for rank, call in enumerate(everyone) if call.kind != JOINED]
-        borrowers = [rank for rank, call in enumerate(everyone) if call.kind == JOINED]
-        return cls((lenders[i % len(lenders)], borrower) for i, borrower in enumerate(borrowers) if lenders)
+    def __init__(self, optimizer: Any, group: Group) -> None:
+        self._optimizer = weakref.ref(optimizer)
+        self._group = group
+        self.divides_by_initial_world_size = True
+
+    @property
+    def is_uneven(self) -> bool:
+        optimizer = self._optimizer()
+        return optimizer is not None and optimizer.in_join_context
+
+    def notify(self) -> None:
+        """Tell the ranks without inputs that this one goes on. JoinEnded if the context is to end early."""
+        try:
+            Join.notify_join_context(self._optimizer())  # type: ignore[arg-type]
+        except RuntimeError as error:
+            raise JoinEnded(str(error)) from error
+
+    def begin_step(self, source: GradientSource, sharded: ShardedParameters, has_closure: bool) -> StepGradients:
+        """The gradients of a step that begins: in a Join context they are lent."""
+        in_backward = source.calls_roll and has_closure  # then the closure's backward calls first
+        if not in_backward:
+            self.notify()
+        return LentGradients(source, sharded, self, notifies=in_backward) if self.is_uneven else source
+
+    def call_roll(self, iteration: int, aborted: bool, sent: int) -> Roll:
+        """Collective. Before a round of reductions. Called on ranks that have inputs."""
+        self.notify()
+        if self.is_uneven:
+            return self.roll_of(self.meet(Call(Activity.ROUND, iteration, aborted, sent)))
+        if not aborted:
+            return Roll(self._group.world_size)
+        sent_by_all = [row[0] for row in collectives.all_gather_ints(self._group, [sent])]
+        return Roll(self._group.world_size, most_sent=max(sent_by_all))
+
+    def roll_of(self, everyone: Sequence[Call]) -> Roll:
+        """What the calls of all ranks say about a round."""
+        active = sum(call.kind != Activity.JOINED for call in everyone)
+        most_sent = max(call.sent for call in everyone) if any(call.aborted for call in everyone) else None
+        divisor = self._group.world_size if self.divides_by_initial_world_size else active
+        return Roll(divisor, max(call.iteration for call in everyone), most_sent)
+
+    def announce_clipping(self, max_norm: float, order: float) -> None:
+        """Collective. In a Join context: have the ranks without inputs take part in clipping."""
+        self._announce(Activity.CLIP, max_norm, order)
+
+    def announce_unscaling(self, scale: float, index: int) -> None:
+        """Collective. In a Join context: have the ranks without inputs take part in unscaling."""
+        self._announce(Activity.UNSCALE, scale, index)
+
+    def _announce(self, kind: Activity, first: float, second: float) -> None:
+        if self.is_uneven:
+            self.notify()
+            self.meet(Call.of(kind, first, second))
+
+    def meet(self, call: Call) -> list[Call]:
+        """Collective. What everybody does now, by rank."""
+        return [Call(*row) for row in collectives.all_gather_ints(self._group, call)]
 
 
-def lend(
+class Shadow(JoinHook):
+    """Takes part, on a rank that has run out of inputs, in what the others do."""
+
+    def __init__(self, optimizer: Uneven, attendance: JoinAttendance) -> None:
+        self._optimizer = optimizer
+        self._attendance = attendance
+
+    def main_hook(self) -> None:
+        source = self._optimizer.engine.source
+        if source.steps_in_backward:  # DDP's shadow calls the hook
+            return
+        reduced = source if isinstance(source, ReducedGradients) else None
+        everyone = self._attendance.meet(Call(Activity.JOINED, sent=reduced.sent if reduced is not None else 0))
+        call = next((call for call in everyone if call.kind != Activity.JOINED), Call(Activity.JOINED))
+        if reduced is None or call.kind in (Activity.JOINED, Activity.STEP):
+            self._step(source, everyone)
+        elif call.kind == Activity.ROUND:
+            reduced.shadow_round(self._attendance.roll_of(everyone))
+        elif call.kind == Activity.CLIP:
+            max_norm, order = call.arguments
+            reduced.clip_announced(self._params, max_norm, order, error_if_nonfinite=False)
+        else:
+            self._unscale(reduced, *call.arguments)
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        source = self._optimizer.engine.source
+        if isinstance(source, ReducedGradients):
+            source.leave_join()
+
+    @property
+    def _params(self) -> list[Tensor]:
+        return [param for group in self._optimizer.param_groups for param in group["params"]]
+
+    def _step(self, source: GradientSource, everyone: list[Call]) -> None:
+        engine = self._optimizer.engine
+        borrowed = LentGradients(source, engine.sharded, self._attendance, everyone=everyone)
+        engine.step(self._optimizer.param_groups, source=borrowed)
+        if engine.sharded.builder.consumes:
+            self._optimizer.zero_grad()
+
+    def _unscale(self, reduced: ReducedGradients, scale: float, index: float) -> None:
+        like = self._optimizer.engine.sharded.params[int(index)]
+        inverse_scale = torch.tensor(scale, dtype=torch.float32, device=like.device)
+        reduced.unscale_announced(like, torch.zeros(1, device=like.device), inverse_scale)
+
+
+class LentGradients(StepGradients):
+    """The gradients of one step in a Join context: ranks that have inputs lend theirs to ranks that have not."""
+
+    def __init__(
+        self,
+        source: GradientSource,
+        sharded: ShardedParameters,
+        attendance: JoinAttendance,
+        *,
+        everyone: list[Call] | None = None,
+        notifies: bool = False,
+    ) -> None:
+        """``everyone``: on a rank without inputs, what the ranks do. ``notifies``: ranks without inputs do not know."""
+        self._source, self._sharded, self._attendance = source, sharded, attendance
+        self._everyone, self._notifies = everyone, notifies
+        self._is_prepared = False
+        self._borrowed: dict[int, Tensor] | None = None
+        self._own: dict[int, Tensor | None] = {}
+
+    def check(self) -> None:
+        if self._everyone is None:
+            self._source.check()
+
+    def prepare(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        if self._is_prepared:  # a closure may be evaluated several times
+            return
+        self._is_prepared = True
+        if self._notifies:
+            self._attendance.notify()
+        everyone = self._everyone or self._attendance.meet(Call(Activity.STEP))
+        # Every rank has the reduced gradients of its pieces itself, if we reduce them.
+        params = {} if self._source.calls_roll else self._sharded.params
+        borrowed = _lend(self._sharded.group, everyone, self._sharded.layout, params, param_groups)
+        self._borrowed = borrowed if params else None
+
+    def bind(self, positions: Iterable[int]) -> None:
+        if self._borrowed is None:
+            self._source.bind(positions)
+            return
+        for index, tensor in self._sharded.pieces.tensors.items():
+            self._own[index] = tensor.grad
+            tensor.grad = self._borrowed.get(index)
+
+    def release(self) -> None:
+        if self._borrowed is None:
+            self._source.release()
+        for index, gradient in self._own.items():
+            self._sharded.pieces.tensors[index].grad = gradient
+
+    def stepped(self) -> None:
+        self._source.stepped()
+
+
+def _pairs(everyone: Sequence[Call]) -> Iterator[tuple[int, int]]:
+    """(lender, borrower): who gives gradients to whom. None while nobody has joined."""
+    lenders = [rank for rank, call in enumerate(everyone) if call.kind != Activity.JOINED]
+    borrowers = [rank for rank, call in enumerate(everyone) if call.kind == Activity.JOINED]
+    return ((lenders[i % len(lenders)], borrower) for i, borrower in enumerate(borrowers) if lenders)
+
+
+def _lend(
     group: Group,
-    lending: Lending,
+    everyone: Sequence[Call],
     layout: Layout,
     params: Mapping[int, Tensor],
-    groups: Sequence[dict[str, Any]],
-    gradients: bool,
+    param_groups: Sequence[dict[str, Any]],
 ) -> dict[int, Tensor] | None:
-    """Give or take what the lending says. Return the gradients this rank borrowed, by parameter index; None if none.
+    """Collective. Give or take gradients of ``params`` and options. What this rank borrowed, by parameter; or None.
 
-    Borrowed options are written into ``groups``. ``gradients``: False if every rank has those of its pieces itself.
+    Borrowed options are written into ``param_groups``.
     """
     borrowed = None
-    for lender, borrower in lending:
+    for lender, borrower in _pairs(everyone):
         if group.rank == lender:
-            _give(group, borrower, layout, params if gradients else {}, groups)
+            _give(group, borrower, layout, params, param_groups)
         elif group.rank == borrower:
-            borrowed = _take(group, lender, layout, params if gradients else {}, groups)
-    return borrowed if gradients else None
+            borrowed = _take(group, lender, layout, params, param_groups)
+    return borrowed
 
 
 def _give(
-    group: Group, borrower: int, layout: Layout, params: Mapping[int, Tensor], groups: Sequence[dict[str, Any]]
+    group: Group, borrower: int, layout: Layout, params: Mapping[int, Tensor], param_groups: Sequence[dict[str, Any]]
 ) -> None:
     pieces = layout.pieces(borrower) if params else []
     has_gradient = [params[piece.param].grad is not None for piece in pieces]
@@ -91,7 +269,7 @@ def _give(
         tensors.append(tensor)
         return len(tensors) - 1
 
-    options = [encode(_sendable(group), lift) for group in groups]
+    options = [encode(_sendable(param_group), lift) for param_group in param_groups]
     values = [[dtype_name(tensor.dtype), tensor.tolist()] for tensor in tensors]
     message = {"has_gradient": has_gradient, "options": options, "values": values}
     collectives.move_json(group, message, group.rank, borrower)
@@ -103,11 +281,11 @@ def _give(
 
 
 def _take(
-    group: Group, lender: int, layout: Layout, params: Mapping[int, Tensor], groups: Sequence[dict[str, Any]]
+    group: Group, lender: int, layout: Layout, params: Mapping[int, Tensor], param_groups: Sequence[dict[str, Any]]
 ) -> dict[int, Tensor]:
     message = collectives.move_json(group, None, lender, group.rank)
     values = [torch.tensor(value, dtype=dtype_of(dtype)) for dtype, value in message["values"]]
-    for own, options in zip(groups, message["options"], strict=True):
+    for own, options in zip(param_groups, message["options"], strict=True):
         _adopt(own, decode(options, values))
     borrowed = {}
     pieces = layout.pieces(group.rank) if params else []
@@ -133,16 +311,3 @@ def _adopt(group: dict[str, Any], options: dict[str, Any]) -> None:
             own.copy_(value)  # the tensor may be shared with a scheduler or a captured graph
         else:
             group[key] = value
-
-
-@contextmanager
-def borrowed_gradients(tensors: Mapping[int, Tensor], borrowed: Mapping[int, Tensor]) -> Iterator[None]:
-    """Within this context the pieces have the borrowed gradients; afterwards their own again."""
-    own = {index: tensor.grad for index, tensor in tensors.items()}
-    try:
-        for index, tensor in tensors.items():
-            tensor.grad = borrowed.get(index)
-        yield
-    finally:
-        for index, tensor in tensors.items():
-            tensor.grad = own[index]

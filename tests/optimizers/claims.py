@@ -169,11 +169,11 @@ def _cut_positions(optimizer: ZeroRedundancyOptimizer) -> set[int]:
 
 
 def finding_of(optimizer: ZeroRedundancyOptimizer) -> Finding:
-    placement = optimizer._placed
+    sharded = optimizer.engine.sharded
     return {
-        "cut": [spec.granularity == "element" for spec in placement.layout.specs],
-        "reasons": sorted({verdict.reason for verdict in placement._verdicts if verdict.reason}),
-        "splits": placement.splits,
+        "cut": [spec.granularity == "element" for spec in sharded.layout.specs],
+        "reasons": sorted({verdict.reason for verdict in sharded._verdicts if verdict.reason}),
+        "splits": sharded.splits,
     }
 
 

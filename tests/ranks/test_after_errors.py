@@ -105,7 +105,7 @@ def _in_another_exchange(rank, world_size, way):
     if way == "hook":
         called = DistributedDataParallel(model)
         called.register_comm_hook(None, hook_with_zero_step(allreduce_hook, called, opt))
-    ring = opt._placement._mailboxes
+    ring = opt.engine.sharded._ring
     if rank == 1:
         ring._taken, ring._heard = ring._taken + 1, ring._heard + 1
     if way == "hidden":  # by an error of the optimizer, while the first bucket is on its way

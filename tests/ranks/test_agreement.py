@@ -337,7 +337,7 @@ def test_ranks_that_freeze_different_parameters_are_told_at_once():
 
 
 def absent_rank(rank: int, world: int) -> dict[str, tuple[str, float]] | None:
-    """Every collective call that meets on the board, made by all but rank 0."""
+    """Every collective call that meets on the consensus, made by all but rank 0."""
     params = parameters()
     optimizer = ZeroRedundancyOptimizer(params, Adam, lr=0.1)
     train(optimizer, params, range(1))

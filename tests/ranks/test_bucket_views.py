@@ -51,7 +51,7 @@ class NetTwins(Twins):
 def _assert_views(opt: ZeroRedundancyOptimizer) -> None:
     """Every parameter lies in one of as few buffers as there are buckets."""
     storages = {p.untyped_storage().data_ptr() for p in opt._all_params if p.numel()}
-    assert len(storages) == len(opt._placement.layout.buckets) < len(opt._all_params)
+    assert len(storages) == len(opt.layout.buckets) < len(opt._all_params)
 
 
 def _both_ways(rank, world_size):
@@ -246,7 +246,7 @@ def _channels_last_from_the_start(rank, world_size):
             strided = [i for i, p in enumerate(twins.theirs) if not p.is_contiguous()]
             assert strided
             for index in strided:
-                assert twins.opt._placement.layout.spec_of[index].granularity == "tensor"
+                assert twins.opt.layout.spec_of[index].granularity == "tensor"
             if not views:
                 assert not any(twins.ours[i].is_contiguous() for i in strided), "without views nothing is touched"
             twins.step(3)

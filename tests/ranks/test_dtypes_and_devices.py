@@ -62,7 +62,7 @@ def _mixed(rank, world_size):
                     sharded={"shard": shard, "parameters_as_bucket_view": views},
                     **options,
                 )
-                dtypes = {bucket.dtype for bucket in twins.opt._placement.layout.buckets}
+                dtypes = {bucket.dtype for bucket in twins.opt.layout.buckets}
                 assert dtypes == {"bfloat16", "float32", "float64", "float16"}
                 twins.step(5)
                 if shard == "tensor":
@@ -101,7 +101,7 @@ def _sixteen_bit_auto(rank, world_size):
         twins = Twins(lambda: parameters([(37, 5), (19,), (64, 9)], torch.bfloat16), optimizer_class, lr=0.1)
         twins.name = optimizer_class.__name__
         twins.step(4)
-        if all(spec.granularity == "tensor" for spec in twins.opt._placement.layout.specs):
+        if all(spec.granularity == "tensor" for spec in twins.opt.layout.specs):
             twins.check()
         else:
             _check_cut(twins)
@@ -174,7 +174,7 @@ def _on_devices(rank, world_size, devices):
                 twins.plain.step()
             twins.check_weights()
             twins.opt.check_replicas()
-            found = {bucket.device for bucket in twins.opt._placement.layout.buckets}
+            found = {bucket.device for bucket in twins.opt.layout.buckets}
             assert len(found) == len(devices), "a bucket never spans devices"
 
 

@@ -117,7 +117,7 @@ def _fused_aligned(rank, world_size):
 
 
 def _cut_pieces(opt):
-    layout = opt._placement.layout
+    layout = opt.layout
     return [(rank, piece) for rank in range(opt.world_size) for piece in layout.pieces(rank) if not piece.whole]
 
 
@@ -185,7 +185,7 @@ def _caps(rank, world_size):
             twins.name = f"bucket_cap_mb={cap} shard={shard}"
             twins.step(STEPS)
             twins.check()
-            outcomes.append(len(twins.opt._placement.layout.buckets))
+            outcomes.append(len(twins.opt.layout.buckets))
     assert outcomes[0] == outcomes[3] == len(SHAPES)  # one per parameter
     assert outcomes[2] == outcomes[5] == 1
 
@@ -231,7 +231,7 @@ def _granularity_per_group(rank, world_size):
         torch.optim.Adam,
         lambda p: [{"params": p[:2], "shard": "tensor"}, {"params": p[2:4], "shard": "element"}, {"params": p[4:]}],
     )
-    whole = {spec.index for spec in twins.opt._placement.layout.specs if spec.granularity == "tensor"}
+    whole = {spec.index for spec in twins.opt.layout.specs if spec.granularity == "tensor"}
     assert whole == {0, 1}
     assert {piece.param for _, piece in _cut_pieces(twins.opt)} <= {2, 3}
     twins.step(STEPS)
@@ -253,7 +253,7 @@ def _hybrid_muon(rank, world_size):
         HybridMuon,
         lambda p: [{"params": p[:2], "use_muon": True}, {"params": p[2:], "use_muon": False}],
     )
-    kinds = [spec.granularity for spec in twins.opt._placement.layout.specs]
+    kinds = [spec.granularity for spec in twins.opt.layout.specs]
     assert kinds == ["tensor", "tensor", "element", "element"]
     twins.step(STEPS)
     twins.check()
@@ -274,7 +274,7 @@ def _pytorch_optimizers(rank, world_size):
             lambda p: [{"params": p[:3]}, {"params": p[3:], "lr": 0.003}],
             weight_decay=0.1,
         )
-        assert {spec.granularity for spec in twins.opt._placement.layout.specs} == kinds, name
+        assert {spec.granularity for spec in twins.opt.layout.specs} == kinds, name
         twins.step(STEPS)
         twins.check()
 

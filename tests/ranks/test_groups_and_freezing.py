@@ -66,7 +66,7 @@ def _added_groups(rank, world_size):
 
 
 def _owners(opt) -> list:
-    layout = opt._placement.layout
+    layout = opt.layout
     return [layout.pieces_of(spec.index) for spec in layout.specs]
 
 
@@ -110,7 +110,7 @@ def _other_forms(rank, world_size):
     twins.check()
     whole = parameters([(50, 3)])
     twins.opt.add_param_group({"params": whole, "shard": "tensor"})
-    assert twins.opt._placement.layout.specs[-1].granularity == "tensor"
+    assert twins.opt.layout.specs[-1].granularity == "tensor"
     assert "shard" not in twins.opt.param_groups[-1]
     eager = Twins(lambda: parameters(SHAPES[:2]), torch.optim.Adagrad)
     eager.step()
@@ -342,7 +342,7 @@ def _traffic(rank, world_size):
             sent = traffic.total()
             name = f"{shard} {views=} {frozen=}"
             assert active * (world_size - 1) <= sent <= active * (world_size - 1) + slack, name
-            assert traffic.gathers == len(opt._placement.active_buckets), name
+            assert traffic.gathers == len(opt.engine.sharded.active_buckets), name
             assert frozen != list(range(5)) or traffic.gathers == traffic.bytes == 0, name
             twins.check()
 
@@ -374,7 +374,7 @@ def _buckets(rank, world_size):
                 with Traffic() as traffic:
                     opt.step()
                 expected = (count - frozen) // 10
-                assert len(opt._placement.active_buckets) == traffic.gathers == expected, (shard, views, frozen)
+                assert len(opt.engine.sharded.active_buckets) == traffic.gathers == expected, (shard, views, frozen)
                 assert traffic.messages <= expected * (world_size - 1), "one message per bucket and other rank"
 
 

@@ -48,7 +48,7 @@ def _train(rank, world_size, names):
     torch.compiler.set_stance("force_eager")  # compiling takes a minute per class
     for name in names:
         twins = _twins(name)
-        assert {spec.granularity for spec in twins.opt._placement.layout.specs} == {"tensor"}, name
+        assert {spec.granularity for spec in twins.opt.layout.specs} == {"tensor"}, name
         twins.step(STEPS)
         twins.check_weights()
         _change_places(twins, rank)

@@ -337,7 +337,7 @@ def every_way_to_cut(rank: int, world: int, hook: str, transport: str) -> None:
             zero={"shard": shard, "parameters_as_bucket_view": views, "bucket_cap_mb": cap},
             **DECAY,
         )
-        assert (twins.zero._placed._mailboxes is not None) == (transport == "shared memory")
+        assert (twins.zero.engine.sharded.shares_memory) == (transport == "shared memory")
         twins.iterate(4)
         twins.check()
 

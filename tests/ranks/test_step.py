@@ -177,7 +177,7 @@ def test_options_that_change_between_steps_take_effect_tensor_lr_too():
 
 def _hooks(rank, world_size):
     opt = ZeroRedundancyOptimizer(parameters(SHAPES), torch.optim.AdamW, **_sharded("element", False))
-    assert len(opt._placement.layout.buckets) > 1
+    assert len(opt.layout.buckets) > 1
     seen = []
     opt.register_step_pre_hook(lambda o, args, kwargs: seen.append(("pre", o is opt)))
     opt.register_step_post_hook(lambda o, args, kwargs: seen.append(("post", o is opt)))

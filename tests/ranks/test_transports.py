@@ -21,7 +21,7 @@ CAP_MB = 0.02  # a dozen buckets, so that every slot of the ring is used again w
 
 
 def uses_shared_memory(optimizer: ZeroRedundancyOptimizer) -> bool:
-    return optimizer._placement._mailboxes is not None
+    return optimizer.engine.sharded._ring is not None
 
 
 def _train(rank, world_size, transport):
@@ -38,13 +38,13 @@ def _train(rank, world_size, transport):
                 lr=0.01,
             )
             assert uses_shared_memory(twins.opt) == (transport == "shared memory" and world_size > 1)
-            update = twins.opt._placement.update_bucket
+            update = twins.opt.engine.sharded.update_bucket
 
             def late(optimizer, position, update=update):
                 time.sleep(delays.choice([0, 0, 0.001, 0.004]))
                 update(optimizer, position)
 
-            twins.opt._placement.update_bucket = late
+            twins.opt.engine.sharded.update_bucket = late
             for _ in range(6):
                 twins.step()
                 twins.check_weights()
@@ -94,12 +94,12 @@ def test_shared_memory_leaves_no_name_behind():
 
 
 def _full(rank, world_size):
-    from shardstep.comm import collectives, shared_memory
+    from shardstep.comm import process_group, shared_memory
 
-    group = collectives.open_group(None)
+    group = process_group.open_group(None)
     there_is = os.statvfs("/dev/shm")
     too_much = there_is.f_bavail * there_is.f_frsize  # twice of it would be needed
-    return shared_memory.open_mailboxes(group, 1, too_much) is None
+    return shared_memory.open_ring(group, 1, too_much) is None
 
 
 def test_a_full_memory_file_system_means_sockets_not_a_crash():
@@ -146,7 +146,7 @@ def _reduce_with_many_in_flight(rank, world_size, transport):
                 optimizer.step()
             assert all(map(torch.equal, ours, theirs)), (in_flight, step)
         assert len(sharded.layout.buckets) == 10
-        ring = sharded._rounds._parcels._mailboxes
+        ring = sharded.engine.source._reducer._ring
         assert (ring is not None) == (transport == "shared memory")
         assert ring is None or ring.in_flight == min(in_flight, 10)  # and not as much memory as for a thousand
 
@@ -157,9 +157,9 @@ def test_any_number_of_gradient_buckets_may_be_in_flight(transport):
 
 
 def _take_too_many(rank, world_size):
-    from shardstep.comm import collectives, shared_memory
+    from shardstep.comm import process_group, shared_memory
 
-    ring = shared_memory.open_mailboxes(collectives.open_group(None), 2, 100)
+    ring = shared_memory.open_ring(process_group.open_group(None), 2, 100)
     assert not ring.is_full
     ring.take(), ring.take()
     assert ring.is_full

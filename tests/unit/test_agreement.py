@@ -118,16 +118,16 @@ def test_a_failure_is_not_replaced_by_that_of_a_store_that_is_gone():
 
     import torch.distributed as dist
 
-    from shardstep.comm.collectives import Group
-    from shardstep.comm.consensus import Board
+    from shardstep.comm.consensus import RankConsensus
+    from shardstep.comm.process_group import Group
 
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
     group = Group(SimpleNamespace(get_group_store=lambda: client), 0, 2, 0, {"cpu": "gloo"})
-    board = Board(group)
-    board.fail("step", ValueError("while the store lives"))
-    assert client.check([board._key("verdict")])
+    consensus = RankConsensus(group)
+    consensus.report_failure("step", ValueError("while the store lives"))
+    assert client.check([consensus._key("verdict")])
     del host
     with pytest.raises(RuntimeError):
         client.add("is anybody there", 1)
-    board.fail("step", ValueError("the real one"))
+    consensus.report_failure("step", ValueError("the real one"))

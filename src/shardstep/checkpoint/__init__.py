@@ -27,17 +27,17 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardstep.checkpoint import adapter, claims, inspection, save_job
-from shardstep.checkpoint.adapter import Holder
+from shardstep.checkpoint.adapter import OptimizerAdapter
 from shardstep.checkpoint.claims import Claim
-from shardstep.checkpoint.load_job import Loading
-from shardstep.checkpoint.save_job import Contribution, SaveHandle, Saving
+from shardstep.checkpoint.load_job import LoadJob
+from shardstep.checkpoint.save_job import Contribution, SaveHandle, SaveJob
 from shardstep.checkpoint.storage import directories
 from shardstep.checkpoint.storage.manifest import CheckpointError
 from shardstep.checkpoint.storage.reader import Reader, SafeLoadPlanner
-from shardstep.comm import collectives
+from shardstep.comm import collectives, process_group
 from shardstep.comm.codec import option_text
-from shardstep.comm.collectives import Group
-from shardstep.comm.consensus import Board
+from shardstep.comm.consensus import RankConsensus
+from shardstep.comm.process_group import Group
 from shardstep.params.local_optimizer import options_of
 
 __all__ = ["CheckpointError", "Reader", "SafeLoadPlanner", "SaveHandle", "latest", "load", "resume", "save", "verify"]
@@ -71,8 +71,8 @@ def save(
     Returns:
         A handle; ``handle.wait()`` returns when the checkpoint is complete. Without ``asynchronous`` it is.
     """
-    holder = adapter.holder_of(optimizer)
-    _await_the_save_before(holder)
+    adapted = adapter.adapter_of(optimizer)
+    _await_the_save_before(adapted)
     try:
         path = _path_of(directory)
         if keep is not None and (not isinstance(keep, int) or keep < 1):
@@ -81,27 +81,24 @@ def save(
             raise TypeError(f"extra expects a dict but got {type(extra).__qualname__}. Pass {{'step': ...}}.")
         if not all(isinstance(key, str) for key in extra or ()):
             raise TypeError(f"extra expects strings as keys but got {list(extra or ())}. (Its values may be anything.)")
-        _check_whole(holder)
-        _finish_gathers(holder)
-        contribution = Contribution(holder, model, extra)
+        _check_whole(adapted)
+        adapted.finish_gathers()
+        contribution = Contribution(adapted, model, extra)
         if asynchronous:
             contribution.stage()
-        claim = claims.claim(path) if holder.group.rank == 0 else Claim()
+        claim = claims.claim(path) if adapted.group.rank == 0 else Claim()
     except Exception as error:
-        holder.fail(save_job.CALL, error)
+        adapted.consensus.report_failure(save_job.CALL, error)
         raise
     with claims.released_on_failure(claim):
-        holder.board.agree(save_job.CALL, _facts(holder, path, keep, asynchronous, contribution))
-        group, board = _side(holder)
-        saving = Saving(path, contribution, group, board, keep, claim=claim)
+        adapted.consensus.check_equal(save_job.CALL, _facts(adapted, path, keep, asynchronous, contribution))
+        group, consensus = _side(adapted)
+        saving = SaveJob(path, contribution, group, consensus, keep, claim=claim)
         if not asynchronous:
             saving.run()
             return SaveHandle(path)
         handle = SaveHandle(path, saving.start())
-    if holder.status is not None:
-        holder.status.checkpoints["pending"] = handle
-    else:
-        holder.optimizer._pending_save = handle  # type: ignore[attr-defined]
+    adapted.kept["pending"] = handle
     return handle
 
 
@@ -122,7 +119,7 @@ def load(
     Returns:
         What was saved as ``extra``.
     """
-    return Loading(_path_of(directory), adapter.holder_of(optimizer), model, strict).run()
+    return LoadJob(_path_of(directory), adapter.adapter_of(optimizer), model, strict).run()
 
 
 def latest(directory: str | os.PathLike, thorough: bool = True) -> Path | None:
@@ -148,15 +145,15 @@ def resume(
     Returns:
         Its path, and what was saved as ``extra``.
     """
-    holder, parent = adapter.holder_of(optimizer), _path_of(directory)
+    adapted, parent = adapter.adapter_of(optimizer), _path_of(directory)
     try:
-        found = directories.to_try(parent) if holder.group.rank == 0 else ([], [])
+        found = directories.to_try(parent) if adapted.group.rank == 0 else ([], [])
     except OSError as error:
-        holder.fail("checkpoint.resume", error)
+        adapted.consensus.report_failure("checkpoint.resume", error)
         raise
-    holder.board.agree("checkpoint.resume", [("directory", {"name": parent.name})])
-    if holder.group.world_size > 1:  # what rank 0 sees counts: file systems may differ for a moment
-        found = collectives.move_json(holder.group, found, 0, None)
+    adapted.consensus.check_equal("checkpoint.resume", [("directory", {"name": parent.name})])
+    if adapted.group.world_size > 1:  # what rank 0 sees counts: file systems may differ for a moment
+        found = collectives.move_json(adapted.group, found, 0, None)
     names, wrong = found
     for name in names:
         try:
@@ -193,61 +190,51 @@ def _path_of(directory: str | os.PathLike) -> Path:
     return Path(os.path.abspath(directory))
 
 
-def _await_the_save_before(holder: Holder) -> None:
+def _await_the_save_before(adapted: OptimizerAdapter) -> None:
     """One save at a time. If the one before failed and nobody was told, on any rank, this is where everybody is."""
-    if holder.status is not None:
-        pending: SaveHandle | None = holder.status.checkpoints.pop("pending", None)
-    else:
-        pending = holder.optimizer.__dict__.pop("_pending_save", None)
+    pending: SaveHandle | None = adapted.kept.pop("pending", None)
     if pending is None:
         return
     failure = pending.failure()
     if failure is not None:
         told = [pending.told]
-        if holder.group.world_size > 1:
-            told = [bool(row[0]) for row in collectives.all_gather_ints(holder.group, [pending.told])]
+        if adapted.group.world_size > 1:
+            told = [bool(row[0]) for row in collectives.all_gather_ints(adapted.group, [pending.told])]
         if not any(told):
             raise failure
 
 
-def _check_whole(holder: Holder) -> None:
+def _check_whole(adapted: OptimizerAdapter) -> None:
     """After a step that failed half-way, state and parameters are half updated: nothing to resume from."""
-    failure = holder.status.failure if holder.status is not None else ""
-    if failure:
+    if adapted.failure:
         raise RuntimeError(
-            f"checkpoint.save expects an optimizer whose last step was completed, but it failed ({failure}), so its "
-            "state is half updated. Resume from the last checkpoint."
+            "checkpoint.save expects an optimizer whose last step was completed, but it failed "
+            f"({adapted.failure}), so its state is half updated. Resume from the last checkpoint."
         )
 
 
-def _finish_gathers(holder: Holder) -> None:
-    """With lazy gathers parameters may still be on their way."""
-    wait = getattr(holder.optimizer, "wait_for_parameters", None)
-    if wait is not None:
-        wait()
-
-
-def _side(holder: Holder) -> tuple[Group, Board]:
+def _side(adapted: OptimizerAdapter) -> tuple[Group, RankConsensus]:
     """Where the ranks meet for a save, which may be in the background: a connection of its own to the store.
 
     Nothing is sent through the process group, so it may be destroyed meanwhile. (DCP wants one that serves the CPU all
     the same.)
     """
-    status = holder.status
-    if holder.group.world_size == 1 or status is None:
-        return holder.group, holder.board
-    side = status.checkpoints.get("side")
+    if adapted.group.world_size == 1:
+        return adapted.group, adapted.consensus
+    side = adapted.kept.get("side")
     if side is None:
-        group = holder.group if "cpu" in holder.group.backends else collectives.open_side_group(holder.group, "gloo")
-        group = collectives.for_another_thread(group)
-        side = group, Board(group, "checkpoint")
+        group = (
+            adapted.group if "cpu" in adapted.group.backends else process_group.open_side_group(adapted.group, "gloo")
+        )
+        group = process_group.for_another_thread(group)
+        side = group, RankConsensus(group, "checkpoint")
         side[1].settle()  # here, where all ranks come in the same order
-        status.checkpoints["side"] = side
+        adapted.kept["side"] = side
     return side
 
 
 def _facts(
-    holder: Holder, path: Path, keep: int | None, asynchronous: bool, contribution: Contribution
+    adapted: OptimizerAdapter, path: Path, keep: int | None, asynchronous: bool, contribution: Contribution
 ) -> list[tuple[str, dict[str, str]]]:
     arguments = {
         "directory": path.name,
@@ -258,8 +245,8 @@ def _facts(
     }
     # What users set. What a step writes may differ where a rank has no parameter of a group.
     groups = []
-    for position, group in enumerate(holder.optimizer.param_groups):
-        known = holder.optimizer.defaults.keys() | holder.placement.given_options(position)
+    for position, group in enumerate(adapted.optimizer.param_groups):
+        known = adapted.optimizer.defaults.keys() | adapted.held.builder.given_options(position)
         options = {key: option_text(value) for key, value in sorted(options_of(group).items()) if key in known}
         groups.append((f"parameter group {position}", options))
     return [("argument", arguments), *groups]

@@ -1,4 +1,4 @@
-"""Optimizers as checkpoints see them: who holds which piece of whose state, with whom to agree, how to load.
+"""Optimizers as checkpoints see them: who holds which piece of whose state, with whom to compare, how to load.
 
 The sharded optimizer is one on every rank of its group; a plain ``torch.optim`` optimizer is alone and holds all.
 """
@@ -7,46 +7,130 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardstep.comm import collectives
-from shardstep.comm.collectives import Group
-from shardstep.comm.consensus import Board
-from shardstep.layout.specs import Layout, Piece
+from shardstep.comm import process_group
+from shardstep.comm.consensus import RankConsensus
+from shardstep.comm.process_group import Group
+from shardstep.layout.specs import Layout
 from shardstep.params import groups
-from shardstep.params.all_gather import Shard
+from shardstep.params.builder import blank_state
 from shardstep.params.local_optimizer import options_of
-from shardstep.params.sharded_parameters import Placement
+from shardstep.params.pieces import whole_pieces
 from shardstep.params.tensor_subclasses import classes_in, name_of
 from shardstep.state import named, plain
+from shardstep.state.held import HeldParameters
 from shardstep.state.names import names_of
-from shardstep.state.state_dicts import ShardedState
-from shardstep.state.status import Status
+from shardstep.state.state_dicts import ShardedOptimizer
 from shardstep.state.wrappers import unwrapped
 
+# The attribute of a plain optimizer under which what belongs to its checkpoints is kept, with the optimizer.
+_KEPT = "shardstep_checkpoint"
 
-class Holder(NamedTuple):
+
+class OptimizerAdapter(Protocol):
     """One optimizer, on this rank."""
 
-    optimizer: Optimizer  # what the user has
-    local: Optimizer  # what has the state
-    placement: Placement
-    group: Group
-    board: Board
-    load: Callable[[dict[str, Any], Module | None, bool], None]
-    status: Status | None  # of a sharded optimizer
+    @property
+    def optimizer(self) -> Optimizer:
+        """What the user has."""
 
-    def fail(self, call: str, error: BaseException) -> None:
-        """Tell the ranks that wait for this one that it failed."""
-        self.board.fail(call, error)
+    @property
+    def local(self) -> Optimizer:
+        """What has the state."""
+
+    @property
+    def held(self) -> HeldParameters: ...
+
+    @property
+    def group(self) -> Group: ...
+
+    @property
+    def consensus(self) -> RankConsensus: ...
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What checkpoints keep with the optimizer: "pending", the save in the background; "side", see save_job.py."""
+
+    @property
+    def failure(self) -> str:
+        """How the last step failed half-way; empty if it did not."""
+
+    def finish_gathers(self) -> None:
+        """With lazy gathers parameters may still be on their way."""
+
+    def load(self, form: dict[str, Any], model: Module | None, strict: bool) -> None:
+        """Take in a state dict by name."""
 
 
-class _Unsharded(Placement):
-    """Where everything of a plain optimizer is: here."""
+def adapter_of(optimizer: Any) -> OptimizerAdapter:
+    """Through the wrappers of frameworks. TypeError for anything but an optimizer."""
+    optimizer = unwrapped(optimizer)
+    if isinstance(optimizer, ShardedOptimizer):
+        return ShardedAdapter(optimizer)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(
+            f"optimizer expects a ZeroRedundancyOptimizer or a torch.optim.Optimizer but got "
+            f"{type(optimizer).__qualname__}. Pass the optimizer itself, not its state dict."
+        )
+    return PlainAdapter(optimizer)
+
+
+class ShardedAdapter:
+    """A ``ZeroRedundancyOptimizer``."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        self.optimizer = optimizer
+        self.local = optimizer.optim
+        self.held = optimizer.engine.sharded
+        self.group = optimizer.engine.sharded.group
+        self.consensus = optimizer.engine.consensus
+        self.kept = optimizer.saves
+
+    @property
+    def failure(self) -> str:
+        return self.optimizer.engine.progress.failure
+
+    def finish_gathers(self) -> None:
+        self.optimizer.engine.wait_for_parameters()
+
+    def load(self, form: dict[str, Any], model: Module | None, strict: bool) -> None:
+        self.optimizer.load_sharded_state_dict(form, model, strict)
+
+
+class PlainAdapter:
+    """An optimizer of torch or another package, which has everything."""
+
+    failure = ""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = self.local = optimizer
+        self.held = WholeParameters(optimizer)
+        self.group = process_group.alone()
+        self.consensus = RankConsensus(self.group)
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        return vars(self.optimizer).setdefault(_KEPT, {})
+
+    def finish_gathers(self) -> None:
+        pass
+
+    def load(self, form: dict[str, Any], model: Module | None, strict: bool) -> None:
+        names = names_of(self.optimizer.param_groups, model)
+        parts = named.loadable(form, self.optimizer.param_groups, names, self.held, strict)
+        plain.load_pieces(*parts, self.held, self.optimizer)
+
+
+class WholeParameters:
+    """The parameters of a plain optimizer: every piece is whole, and here. Its own builder, too."""
+
+    has_eager_state = False  # nobody asks: a plain optimizer has made its state
 
     def __init__(self, optimizer: Optimizer) -> None:
         param_groups = optimizer.param_groups
@@ -56,55 +140,38 @@ class _Unsharded(Placement):
                     f"checkpoint expects plain tensors but got a {type(optimizer).__qualname__} over DTensors, of "
                     "which this rank has a part. Use torch.distributed.checkpoint with get_optimizer_state_dict."
                 )
+        self._optimizer = optimizer
         found = groups.specs_of(param_groups, ["tensor"] * len(param_groups), [])
         self.layout = Layout(1, tuple(spec for spec, _ in found.values()))
-        self.params = {index: param for index, (_, param) in found.items()}
-        self.index_of = {param: index for index, param in self.params.items()}
-        self.shard = Shard(0)
-        self.shard.pieces = {index: Piece(index, 0, param.numel(), 0, 0, True) for index, param in self.params.items()}
-        self.shard.tensors = dict(self.params)
-        self.indices = [[self.index_of[param] for param in group["params"]] for group in param_groups]
-        self._verdicts = []
-        self._options = [options_of(group) for group in param_groups]
-        self._state_classes = {name_of(kind): kind for kind in classes_in(list(optimizer.state.values()))}
-        self._optimizer = optimizer
-        self._optimizer_class, self._defaults = type(optimizer), dict(optimizer.defaults)  # type: ignore[assignment]
+        self.params: dict[int, Tensor] = {index: param for index, (_, param) in found.items()}
+        index_of = {param: index for index, param in self.params.items()}
+        self.indices = [[index_of[param] for param in group["params"]] for group in param_groups]
+        self.pieces = whole_pieces(self.params)
+        self.builder = self
 
     def group_owners(self) -> list[list[int]]:
         return [[0] for _ in self.indices]
 
+    def given_options(self, position: int) -> dict[str, Any]:
+        return options_of(self._optimizer.param_groups[position])
+
     def fresh_optimizer(self, param_groups: Sequence[dict[str, Any]]) -> Optimizer:
         """As configured as the user's: nobody knows with which arguments that was built."""
         twin = object.__new__(type(self._optimizer))
-        kept = {key: value for key, value in vars(self._optimizer).items() if key not in ("state", "param_groups")}
+        left = ("state", "param_groups", _KEPT)
+        kept = {key: value for key, value in vars(self._optimizer).items() if key not in left}
         vars(twin).update(copy.deepcopy(kept), state=defaultdict(dict), param_groups=list(param_groups))
         return twin
 
+    def blank_state(self, index: int, param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return blank_state(self.fresh_optimizer, self.layout.spec_of[index], self.params[index], param_groups)
 
-def holder_of(optimizer: Any) -> Holder:
-    """Through the wrappers of frameworks. TypeError for anything but an optimizer."""
-    optimizer = unwrapped(optimizer)
-    if isinstance(optimizer, ShardedState):
-        return Holder(
-            optimizer,
-            optimizer.optim,
-            optimizer._placed,
-            optimizer._group,
-            optimizer._board,
-            optimizer.load_sharded_state_dict,
-            optimizer._status,
-        )
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(
-            f"optimizer expects a ZeroRedundancyOptimizer or a torch.optim.Optimizer but got "
-            f"{type(optimizer).__qualname__}. Pass the optimizer itself, not its state dict."
-        )
-    placement = _Unsharded(optimizer)
-    group = collectives.alone()
-
-    def load(form: dict[str, Any], model: Module | None, strict: bool) -> None:
-        names = names_of(optimizer.param_groups, model)
-        parts = named.loadable(form, optimizer.param_groups, names, placement, strict)
-        plain.load_pieces(*parts, placement, optimizer)
-
-    return Holder(optimizer, optimizer, placement, group, Board(group), load, None)
+    def find_state_class(self, index: int, name: str) -> type | None:
+        known = {name_of(kind): kind for kind in classes_in(list(self._optimizer.state.values()))}
+        if name not in known:
+            try:
+                blank = self.blank_state(index, self._optimizer.param_groups)
+            except Exception:  # it cannot be asked so: then it is not known to make any
+                return None
+            known.update((name_of(kind), kind) for kind in classes_in(blank))
+        return known.get(name)

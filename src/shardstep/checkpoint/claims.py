@@ -21,8 +21,8 @@ from pathlib import Path
 
 from shardstep.checkpoint.storage import manifest as manifests
 from shardstep.checkpoint.storage.manifest import Author, CheckpointError
-from shardstep.comm import collectives
-from shardstep.comm.collectives import Job
+from shardstep.comm import process_group
+from shardstep.comm.process_group import Job
 
 
 class Claim:
@@ -51,7 +51,7 @@ def released_on_failure(claim: Claim) -> Iterator[None]:
 
 def claim(directory: Path) -> Claim:
     """Claim a directory for this rank. RuntimeError if another rank of the same run has it, or has saved there."""
-    job = collectives.job()
+    job = process_group.job()
     if job is None:
         return Claim()
     directory = Path(os.path.realpath(directory))

@@ -1,4 +1,4 @@
-"""Loading a checkpoint: each rank reads what it needs of it, and nothing is changed until all ranks have read."""
+"""LoadJob a checkpoint: each rank reads what it needs of it, and nothing is changed until all ranks have read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.nn import Module
 
-from shardstep.checkpoint.adapter import Holder
+from shardstep.checkpoint.adapter import OptimizerAdapter
 from shardstep.checkpoint.storage import dcp_versions
 from shardstep.checkpoint.storage import manifest as manifests
 from shardstep.checkpoint.storage.manifest import CheckpointError
@@ -92,11 +92,11 @@ class Checkpoint:
         return found
 
 
-class Loading:
+class LoadJob:
     """One load, on this rank."""
 
-    def __init__(self, directory: Path, holder: Holder, model: Module | None, strict: bool) -> None:
-        self._directory, self._holder, self._model, self._strict = directory, holder, model, strict
+    def __init__(self, directory: Path, adapted: OptimizerAdapter, model: Module | None, strict: bool) -> None:
+        self._directory, self._adapted, self._model, self._strict = directory, adapted, model, strict
 
     def run(self) -> dict[str, Any]:
         """Read, agree, change; return what was saved as ``extra``."""
@@ -109,7 +109,7 @@ class Loading:
         with self._told():
             undo = self._load_model(form[MODEL]) if self._model is not None and MODEL in form else _nothing
         try:
-            self._holder.load(self._renamed(form[OPTIM]), self._model, self._strict)
+            self._adapted.load(self._renamed(form[OPTIM]), self._model, self._strict)
         except BaseException:
             undo()
             raise
@@ -120,13 +120,15 @@ class Loading:
         try:
             yield
         except Exception as error:
-            self._holder.fail(CALL, error)
+            self._adapted.consensus.report_failure(CALL, error)
             raise
 
     def _agree(self, digest: str) -> None:
         """That all ranks have read, and the same checkpoint."""
         try:
-            self._holder.board.agree(CALL, [("checkpoint", {"directory": self._directory.name, "metadata": digest})])
+            self._adapted.consensus.check_equal(
+                CALL, [("checkpoint", {"directory": self._directory.name, "metadata": digest})]
+            )
         except RuntimeError as error:
             if "CheckpointError" in str(error):  # it is damaged where another rank reads it
                 raise CheckpointError(str(error)) from error
@@ -156,7 +158,7 @@ class Loading:
 
         If it was made from a plain state dict, which knows no names, that is their position.
         """
-        param_groups = self._holder.optimizer.param_groups
+        param_groups = self._adapted.optimizer.param_groups
         names = names_of(param_groups, self._model)
         saved = [str(name) for group in groups for name in group["params"]]
         if set(saved) == set(names.values()):
@@ -170,7 +172,7 @@ class Loading:
 
     def _renamed(self, form: dict[str, Any]) -> dict[str, Any]:
         """The form with the optimizer's names for parameters."""
-        param_groups = self._holder.optimizer.param_groups
+        param_groups = self._adapted.optimizer.param_groups
         names, called = names_of(param_groups, self._model), self._names(form["param_groups"])
         new = {called[param]: name for param, name in names.items()}
         groups = [
@@ -185,13 +187,13 @@ class Loading:
         names: Mapping[Tensor, str],
         differences: Differences,
     ) -> dict[str, Any]:
-        placement, saved = self._holder.placement, checkpoint.states()
+        sharded, saved = self._adapted.held, checkpoint.states()
         manifest = checkpoint.reader.manifest
         shapes = manifest.parameters if manifest is not None else {}
         orders = (manifest.orders if manifest is not None else None) or {}
         state: dict[str, Any] = {}
-        for index, param in placement.params.items():
-            name, spec = names[param], placement.layout.spec_of[index]
+        for index, param in sharded.params.items():
+            name, spec = names[param], sharded.layout.spec_of[index]
             entries = saved.get(name, {})
             known = (shapes.get(name), checkpoint.shape_in_model(name), _shape_of_moments(entries, len(spec.shape)))
             was = next((shape for shape in known if shape is not None), None)
@@ -200,12 +202,12 @@ class Loading:
                 continue
             if name not in saved:
                 continue
-            piece = placement.shard.pieces.get(index)
+            piece = sharded.pieces.pieces.get(index)
             state[name] = {}
             if piece is not None:
                 misshapen = len(differences.misshapen)
                 for path, entry in entries.items():
-                    like = placement.shard.tensors[index]
+                    like = sharded.pieces.tensors[index]
                     # With keys that are no texts the state of a parameter is one value.
                     order = orders.get(".".join(map(str, (OPTIM, "state", name, *path))))
                     put(state, (name, *path), _target(entry, like, spec, piece, differences, name, order))

@@ -1,4 +1,4 @@
-"""Saving a checkpoint: what each rank contributes, and how it becomes one directory."""
+"""SaveJob a checkpoint: what each rank contributes, and how it becomes one directory."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.nn import Module
 from torch.utils._pytree import tree_map_only
 
-from shardstep.checkpoint.adapter import Holder
+from shardstep.checkpoint.adapter import OptimizerAdapter
 from shardstep.checkpoint.claims import Claim
 from shardstep.checkpoint.storage import dcp_versions, directories, merged_metadata
 from shardstep.checkpoint.storage import manifest as manifests
 from shardstep.checkpoint.storage.manifest import Manifest
 from shardstep.checkpoint.storage.writer import NO_DIST_WARNING, Writer, Written
 from shardstep.comm.codec import plain_option
-from shardstep.comm.collectives import Group
-from shardstep.comm.consensus import Board
+from shardstep.comm.consensus import RankConsensus
+from shardstep.comm.process_group import Group
 from shardstep.params.memory_order import order_of
 from shardstep.state import named
 from shardstep.state.names import clean, names_of, unwrapped
@@ -48,27 +48,27 @@ def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
 class Contribution:
     """What one rank saves: its own dict for DCP, and what must be known to make one checkpoint of all."""
 
-    def __init__(self, holder: Holder, model: Module | None, extra: Mapping[str, Any] | None) -> None:
-        names = names_of(holder.optimizer.param_groups, model)
-        first = holder.group.rank == 0
-        form = named.named_form(holder.optimizer.param_groups, names, holder.placement, holder.local, blanks=False)
-        _keep_what_this_rank_writes(form["state"], holder)
+    def __init__(self, adapted: OptimizerAdapter, model: Module | None, extra: Mapping[str, Any] | None) -> None:
+        names = names_of(adapted.optimizer.param_groups, model)
+        first = adapted.group.rank == 0
+        form = named.named_form(adapted.optimizer.param_groups, names, adapted.held, adapted.local, blanks=False)
+        _keep_what_this_rank_writes(form["state"], adapted)
         form["state"] = {name: _leaved(entry) for name, entry in form["state"].items()}
         # A group is written by a rank that has a piece of it: into an empty one some optimizers write nothing.
-        writers = [owners[0] if owners else 0 for owners in holder.placement.group_owners()]
+        writers = [owners[0] if owners else 0 for owners in adapted.held.group_owners()]
         form["param_groups"] = {
             position: _with_leaves(_plain_options(group))
             for position, (group, writer) in enumerate(zip(form["param_groups"], writers, strict=True))
-            if writer == holder.group.rank
+            if writer == adapted.group.rank
         }
         self.form: dict[str, Any] = {"optim": form}
         if model is not None:
-            self.form["model"] = _with_leaves(_model_part(model, holder.group))
+            self.form["model"] = _with_leaves(_model_part(model, adapted.group))
         if extra is not None and first:
             self.form["extra"] = {key: _leaved(value) for key, value in extra.items()}
         self.orders = dict(_orders_in(form["state"], "optim", "state"))
-        specs = holder.placement.layout.specs
-        self.shapes = {names[holder.placement.params[spec.index]]: spec.shape for spec in specs}
+        specs = adapted.held.layout.specs
+        self.shapes = {names[adapted.held.params[spec.index]]: spec.shape for spec in specs}
 
     def stage(self) -> None:
         """Replace everything by a copy on the CPU, so that training can go on."""
@@ -133,12 +133,12 @@ def _staged(leaf: Any) -> Any:
     return copy.deepcopy(leaf)
 
 
-def _keep_what_this_rank_writes(state: dict[str, Any], holder: Holder) -> None:
+def _keep_what_this_rank_writes(state: dict[str, Any], adapted: OptimizerAdapter) -> None:
     """Of a value that every owner of a piece has, the owner of the first writes it; of what all have, rank 0."""
-    placement, first = holder.placement, holder.group.rank == 0
+    sharded, first = adapted.held, adapted.group.rank == 0
     names = iter(list(state))
-    for index in placement.params:
-        name, piece = next(names), placement.shard.pieces.get(index)
+    for index in sharded.params:
+        name, piece = next(names), sharded.pieces.pieces.get(index)
         if piece is not None and piece.start > 0:
             state[name] = {key: value for key, value in state[name].items() if _is_tensor_tree(value)}
         if not state[name]:
@@ -202,7 +202,7 @@ class _Planner(dcp_versions.SavePlanner):
         return data
 
 
-class Saving:
+class SaveJob:
     """One save, on this rank. ``run`` and ``start`` do the work, here or in a thread of DCP's."""
 
     def __init__(
@@ -210,14 +210,14 @@ class Saving:
         directory: Path,
         contribution: Contribution,
         group: Group,
-        board: Board,
+        consensus: RankConsensus,
         keep: int | None = None,
         progress: Callable[[int], None] | None = None,
         claim: Claim | None = None,
     ) -> None:
         self._claim = claim if claim is not None else Claim()
         self._directory, self._contribution, self._keep = directory, contribution, keep
-        self._group, self._board, self._progress = group, board, progress
+        self._group, self._consensus, self._progress = group, consensus, progress
         self._others_know = False  # that this rank failed
 
     def run(self) -> None:
@@ -264,10 +264,10 @@ class Saving:
     def _undo(self, error: BaseException) -> None:
         """After a failure: the other ranks know, and nothing is left on disk."""
         if not self._others_know:
-            self._board.fail(CALL, _unwrapped(error))
-        if not self._board.someone_was_absent:  # whoever failed has stopped writing, when all have come here
+            self._consensus.report_failure(CALL, _unwrapped(error))
+        if not self._consensus.someone_was_absent:  # whoever failed has stopped writing, when all have come here
             with suppress(RuntimeError):
-                self._board.agree(f"{CALL} (undoing it)", [])
+                self._consensus.check_equal(f"{CALL} (undoing it)", [])
         if self._group.rank == 0:
             directories.discard(self._directory)
 
@@ -278,12 +278,12 @@ class Saving:
             yield
         except Exception as error:
             self._others_know = True
-            self._board.fail(CALL, error)
+            self._consensus.report_failure(CALL, error)
             raise
 
     def _meet(self, stage: str) -> None:
         self._others_know = True  # whatever comes of it
-        self._board.agree(CALL, self._facts(stage))
+        self._consensus.check_equal(CALL, self._facts(stage))
         self._others_know = False
 
     def _facts(self, stage: str) -> list[tuple[str, dict[str, str]]]:
@@ -300,7 +300,7 @@ class Saving:
     def _finish(self, written: Written) -> None:
         self._others_know = True  # whatever comes of this meeting
         text = json.dumps({**merged_metadata.to_json(written), "orders": self._contribution.orders})
-        texts = self._board.gather(CALL, self._facts("written"), text)
+        texts = self._consensus.gather(CALL, self._facts("written"), text)
         self._others_know = False
         with self._told():
             if self._group.rank == 0:

@@ -1,4 +1,4 @@
-"""The only file that calls torch.distributed. Stateless functions; what is under way is returned as a handle.
+"""The calls of torch.distributed. Stateless functions; what is under way is returned as a handle.
 
 Everything moves as bytes, so any dtype travels on any backend. Backend differences live here:
 
@@ -20,10 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-import os
-import secrets
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -32,153 +29,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardstep.comm import torch_versions
+from shardstep.comm.process_group import Group
 
 GradBucket = dist.GradBucket  # what DDP gives to its hooks
 
 # Our sends and receives carry a tag of their own, so that they cannot meet a user's on the same group.
 _TAG = 0x5353
-
-
-@dataclass(frozen=True)
-class Group:
-    """The facts about a process group. ``rank`` is the rank within it, as everywhere in this package."""
-
-    process_group: dist.ProcessGroup
-    rank: int
-    world_size: int
-    global_rank: int
-    backends: Mapping[str, str]  # device type -> name of the backend that serves its tensors
-    own_store: dist.Store | None = None  # a connection of its own to the store, for another thread
-
-    @property
-    def store(self) -> dist.Store:
-        """The key-value store the group was made with: a side channel that no collective can block."""
-        return self.own_store or torch_versions.group_store(self.process_group)
-
-    @property
-    def timeout(self) -> timedelta:
-        """How long the group's collectives wait."""
-        options = getattr(self.process_group._get_backend(self.wire_device), "options", None)
-        return getattr(options, "_timeout", None) or dist.default_pg_timeout
-
-    @property
-    def wire_device(self) -> torch.device:
-        """A device whose tensors the group can send: the CPU if it can, else the accelerator."""
-        if "cpu" in self.backends:
-            return torch.device("cpu")
-        accelerator = torch.accelerator.current_accelerator()
-        assert accelerator is not None, "a group that serves no CPU tensors serves an accelerator"
-        return torch.device(accelerator.type, torch.accelerator.current_device_index())
-
-
-def open_group(process_group: dist.ProcessGroup | None) -> Group:
-    """The facts about ``process_group`` (None: all ranks). ValueError if the caller is not a member."""
-    if process_group is None:
-        process_group = dist.distributed_c10d._get_default_group()
-    rank = dist.get_rank(process_group)
-    if rank < 0:
-        raise ValueError(
-            f"process_group expects its caller to be a member, but global rank {dist.get_rank()} is not. "
-            "Build the optimizer on the ranks of its process group only."
-        )
-    pairs = (pair.split(":") for pair in dist.get_backend_config(process_group).split(","))
-    return Group(
-        process_group=process_group,
-        rank=rank,
-        world_size=dist.get_world_size(process_group),
-        global_rank=dist.get_global_rank(process_group, rank),
-        backends={pair[0]: pair[-1] for pair in pairs},
-    )
-
-
-class Job(NamedTuple):
-    """The processes that run together, and this one among them."""
-
-    run: str  # the same on all its ranks, another one in every run
-    rank: int
-    store: dist.Store  # a connection of its own
-
-
-def job() -> Job | None:
-    """The job that this process is part of; None if it is alone."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return None
-    default = dist.distributed_c10d._get_default_group()
-    store = torch_versions.second_connection(torch_versions.group_store(default))
-    # torchrun may keep its store over restarts, after which ranks may be other processes.
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    run = store.compare_set(f"shardstep/run/{restarts}", "", secrets.token_hex(8)).decode()
-    return Job(run, dist.get_rank(), store)
-
-
-def alone() -> Group:
-    """A process by itself, for what needs a group but sends nothing."""
-    return Group(process_group=None, rank=0, world_size=1, global_rank=0, backends={"cpu": "gloo"})  # type: ignore
-
-
-def open_side_group(group: Group, backend: str | None = None) -> Group:
-    """A second process group of the same ranks, so that two kinds of traffic cannot block each other.
-
-    ``backend``: another than the group's, e.g. "gloo" for traffic between hosts' memories.
-
-    Collective: call on every rank of the group, and on no other. (``dist.new_group`` names a group after what else the
-    process has joined, which may differ between ranks: the count of side groups of this group does not.)
-    """
-    if group.world_size == 1:
-        return group
-    world = dist.distributed_c10d._world
-    ranks = dist.get_process_group_ranks(group.process_group)
-    number = group.store.add(f"shardstep/side/{group.rank}", 1)
-    name = f"{group.process_group.group_name}/shardstep-{number}"
-    side, _ = dist.distributed_c10d._new_process_group_helper(
-        group.world_size,
-        group.rank,
-        ranks,
-        dist.Backend(backend or dist.get_backend_config(group.process_group)),
-        group.store,
-        name,  # type: ignore[arg-type]
-        timeout=group.timeout,
-        group_desc="shardstep",
-    )
-    assert isinstance(side, dist.ProcessGroup), "this rank is a member"
-    world.pg_group_ranks[side] = {global_rank: rank for rank, global_rank in enumerate(ranks)}
-    return replace(group, process_group=side, backends={"cpu": backend} if backend else group.backends)
-
-
-def for_another_thread(group: Group) -> Group:
-    """The group with a connection of its own to the store. (One connection serves one call at a time, also a wait.)"""
-    return replace(group, own_store=torch_versions.second_connection(group.store))
-
-
-def same_ranks(one: Group, other: Group) -> bool:
-    """Whether two groups have the same members."""
-    members = dist.get_process_group_ranks
-    return members(one.process_group) == members(other.process_group)
-
-
-def is_everybody(group: Group) -> bool:
-    """Whether the group is all ranks, in their order."""
-    return dist.get_process_group_ranks(group.process_group) == list(range(dist.get_world_size()))
-
-
-def is_member(process_group: dist.ProcessGroup | None) -> bool:
-    """Whether there is such a group, and the caller is in it."""
-    return dist.is_available() and dist.is_initialized() and dist.get_rank(process_group) >= 0
-
-
-def group_name(process_group: dist.ProcessGroup) -> str:
-    """The name under which ``find_group`` finds the group again, in this process or another one."""
-    return process_group.group_name
-
-
-def find_group(name: str) -> dist.ProcessGroup:
-    """The process group of that name. RuntimeError if this process has none."""
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
-
-
-def debug_is_on() -> bool:
-    """Whether TORCH_DISTRIBUTED_DEBUG asks for more than silence."""
-    return dist.get_debug_level() != dist.DebugLevel.OFF
 
 
 class Handle(NamedTuple):

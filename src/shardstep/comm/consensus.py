@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
 from typing import NamedTuple
 
-from shardstep.comm.collectives import Group
+from shardstep.comm.process_group import Group
 
 # Seconds within which ranks that are in the same collective see it fail.
 _SAME_TIME = 2.0
@@ -36,7 +37,7 @@ class Difference(NamedTuple):
         return f"{self.subject}: {self.field} is {told}"
 
 
-class Board:
+class RankConsensus:
     """Where the ranks of one optimizer meet. Every meeting has a number, counted alike on every rank."""
 
     def __init__(self, group: Group, kind: str = "built") -> None:
@@ -47,7 +48,7 @@ class Board:
         self._kind = kind
 
     def settle(self) -> None:
-        """Fix which board this is, by how many were opened before: for one that another thread will use."""
+        """Fix which consensus this is, by how many were opened before: for one that another thread will use."""
         _ = self._instance
 
     @cached_property
@@ -58,7 +59,7 @@ class Board:
         """
         return f"{self._kind}{self._group.store.add(f'shardstep/{self._kind}/{self._group.rank}', 1)}"
 
-    def agree(self, call: str, facts: Facts) -> None:
+    def check_equal(self, call: str, facts: Facts) -> None:
         """Collective: call on every rank of the group. Return if all state the same, else raise on all.
 
         Args:
@@ -90,7 +91,7 @@ class Board:
         store, prefix = self._group.store, self._prefix(self._meeting + 1)
         store.set(f"{prefix}/text/{self._group.rank}", text)
         try:
-            self.agree(call, facts)
+            self.check_equal(call, facts)
         except RuntimeError:
             store.delete_key(f"{prefix}/text/{self._group.rank}")
             raise
@@ -102,7 +103,7 @@ class Board:
             store.delete_key(key)
         return texts
 
-    def fail(self, call: str, error: BaseException) -> None:
+    def report_failure(self, call: str, error: BaseException) -> None:
         """Tell the ranks that wait in ``agree`` that this one failed. Does not wait; the caller raises."""
         if self._group.world_size == 1:
             return
@@ -132,7 +133,7 @@ class Board:
                 found.append(f"rank {rank} {what}" + (f" ({entry['note']})" if entry.get("note") else ""))
         return "; ".join(found)
 
-    def absence(self, call: str, error: BaseException) -> str:
+    def explain_absence(self, call: str, error: BaseException) -> str:
         """What to say after the collective that ``call`` consists of has failed here: who was not in it.
 
         Everybody who was fails as well, at nearly the same time, and leaves a word on the store.
@@ -157,6 +158,23 @@ class Board:
             + (f" ({meanwhile})" if meanwhile else "")
             + f", so it failed: {error}. Call it on all {self._group.world_size} ranks, in the same order."
         )
+
+    def meanwhile(self) -> str:
+        """ " Meanwhile ...", to follow the message of a collective that failed; empty if nothing is known."""
+        try:
+            where = self.explain()
+        except RuntimeError:  # the store is gone with its host: the first error is all there is to tell
+            where = ""
+        return f" Meanwhile {where}." if where else ""
+
+    @contextmanager
+    def reporting(self, call: str) -> Iterator[None]:
+        """If this rank fails here, the ranks that wait for it hear of it, before the error goes on to the user."""
+        try:
+            yield
+        except Exception as error:
+            self.report_failure(call, error)
+            raise
 
     def note(self, text: str) -> None:
         """Say why this rank calls the next meeting, for messages here and on other ranks."""
@@ -232,7 +250,7 @@ class Board:
             store.delete_key(f"{prefix}/verdict")
 
     def _first_difference(self, facts: Facts, digest: str, verdict: dict) -> Difference:
-        """Exchange the facts themselves: one rank of each opinion shows them, everybody compares."""
+        """BucketAllGather the facts themselves: one rank of each opinion shows them, everybody compares."""
         store, rank = self._group.store, self._group.rank
         if rank == verdict["digests"][digest][0]:
             store.set(self._key(f"facts/{rank}"), json.dumps(facts))

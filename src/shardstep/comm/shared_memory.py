@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from shardstep.comm import collectives
-from shardstep.comm.collectives import Group, Handle
+from shardstep.comm.collectives import Handle
+from shardstep.comm.process_group import Group
 
 # Gathers in flight at the same time: enough to keep the wire busy while the next bucket is updated, and a bound on the
 # memory for staging.
@@ -28,14 +29,14 @@ _FOLDER = "/dev/shm"
 _NUMBERS = 251  # exchanges are told apart by a byte
 
 
-class Mailboxes:
+class SharedMemoryRing:
     """A ring of slots in memory that all ranks of the group share."""
 
     def __init__(self, group: Group, memory: Tensor, count: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes  # what fits; the slots themselves are whole pages
         self._group = group
         self._slots = list(memory.view(count, -1))
-        self._taken = self._heard = 0
+        self._taken = self._received = 0
 
     @property
     def in_flight(self) -> int:
@@ -45,7 +46,7 @@ class Mailboxes:
     @property
     def is_full(self) -> bool:
         """Whether an exchange has to end before the next one may take a slot. Whoever takes slots asks this first."""
-        return self._taken - self._heard >= self.in_flight
+        return self._taken - self._received >= self.in_flight
 
     def take(self) -> Tensor:
         """The slot of the next exchange, as bytes. Every rank takes slots in the same order."""
@@ -58,26 +59,26 @@ class Mailboxes:
         self._taken += 1
         return slot
 
-    def tell(self) -> Handle:
+    def signal(self) -> Handle:
         """Tell the other ranks that this one has written, and start to wait for the same from them."""
         return collectives.exchange_signals(self._group, self._taken % _NUMBERS)
 
     def release(self) -> None:
         """The oldest exchange is over: all ranks have written, and this one has read or is about to."""
-        self._heard += 1
+        self._received += 1
 
-    def heard(self, handle: Handle) -> None:
+    def received(self, handle: Handle) -> None:
         """All ranks have written, according to a handle that was waited for. RuntimeError if not the same exchange."""
         self.release()
         numbers = handle.memory.tolist() if handle.memory is not None else []
-        if any(number != self._heard % _NUMBERS for number in numbers):
+        if any(number != self._received % _NUMBERS for number in numbers):
             raise RuntimeError(
                 f"step expects all ranks to be in the same exchange, but they are in {numbers} (counted modulo "
                 f"{_NUMBERS}, by rank). A rank failed in an earlier step and went on: restart from a checkpoint."
             )
 
 
-def open_mailboxes(group: Group, in_flight: int, slot_bytes: int) -> Mailboxes | None:
+def open_ring(group: Group, in_flight: int, slot_bytes: int) -> SharedMemoryRing | None:
     """Slots of ``slot_bytes`` shared by all ranks, or None if they cannot share memory (other hosts, no space).
 
     Enough for exactly ``in_flight`` exchanges at once.
@@ -99,7 +100,7 @@ def open_mailboxes(group: Group, in_flight: int, slot_bytes: int) -> Mailboxes |
     finally:
         if group.rank == 0 and os.path.exists(path):
             os.unlink(path)
-    return Mailboxes(group, memory, count, slot_bytes) if everyone and memory is not None else None
+    return SharedMemoryRing(group, memory, count, slot_bytes) if everyone and memory is not None else None
 
 
 def _create(path: str, secret: str, size: int) -> Tensor | None:

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from shardstep.comm import collectives
-from shardstep.comm.collectives import Group, Handle
+from shardstep.comm.collectives import Handle
+from shardstep.comm.process_group import Group
 from shardstep.layout.specs import Bucket
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Parcel(NamedTuple):
+class ReduceScatter(NamedTuple):
     """A bucket of gradients under way."""
 
     headers: Handle  # what every rank says about its part; nothing on other backends than gloo
@@ -30,8 +31,8 @@ class Parcel(NamedTuple):
     parts: list[Tensor]  # everybody's part of my shard, by rank; on other backends: the sum
 
 
-class Reduction:
-    """How one bucket is reduced. Stateless between ``start`` and ``finish``: all that is under way is in the parcel."""
+class BucketReduceScatter:
+    """How one bucket is reduced. Stateless: all that is under way is in what ``start`` returns."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class Reduction:
         self.device = like.device
         self.dtype = dtype if dtype is not None else like.dtype  # in which gradients travel, and of the shard
         self._sum_dtype = torch.float32 if self.dtype in _HALF else self.dtype
-        self.tells = collectives.sends_pairwise(group, like.device)  # whether headers go along
+        self.reports = collectives.sends_pairwise(group, like.device)  # whether headers go along
         self.ranges = [bucket.shard_range(rank) for rank in range(group.world_size)]
         self._lane_bytes = bucket.numel * self.dtype.itemsize
         self._slot_bytes = slot_bytes(bucket.numel, self.dtype, group)
@@ -58,25 +59,27 @@ class Reduction:
         """The range of the bucket that this rank owns."""
         return self.ranges[self._group.rank]
 
-    def start(self, source: Sequence[Tensor | None] | Parcel, header: Tensor, slot: Tensor | None, tag: int) -> Parcel:
+    def start(
+        self, source: Sequence[Tensor | None] | ReduceScatter, header: Tensor, slot: Tensor | None, tag: int
+    ) -> ReduceScatter:
         """Pack the bucket's gradients, in its order (None: zeros), send everybody their part, and tell about it.
 
-        ``source`` may be a parcel that was not met: then it is told about once more. ``slot``: shared memory to pack
-        into, if there is any. ``tag``: the same for parcels that are to meet.
+        ``source`` may be a scatter that was not met: then it is told about once more. ``slot``: shared memory to pack
+        into, if there is any. ``tag``: the same for scatters that are to meet.
         """
-        if not self.tells:
-            return self._start_native([] if isinstance(source, Parcel) else source)
+        if not self.reports:
+            return self._start_native([] if isinstance(source, ReduceScatter) else source)
         if slot is not None and self._slot_bytes <= slot.numel():
             lanes = self._lanes(slot)
             mine = lanes[self._group.rank]
-            if isinstance(source, Parcel):
+            if isinstance(source, ReduceScatter):
                 mine.copy_(source.packed)
             else:
                 self._pack(source, mine)
             low, high = self.mine
-            return Parcel(self._tell(header), mine, Handle(()), [lane[low:high] for lane in lanes])
-        if isinstance(source, Parcel):
-            return source._replace(headers=self._tell(header))
+            return ReduceScatter(self._report(header), mine, Handle(()), [lane[low:high] for lane in lanes])
+        if isinstance(source, ReduceScatter):
+            return source._replace(headers=self._report(header))
         packed = self._pack(source, self._empty(self._bucket.numel))
         low, high = self.mine
         incoming = [
@@ -85,11 +88,11 @@ class Reduction:
         ]
         outgoing = [packed[start:stop].view(torch.uint8) for start, stop in self.ranges]
         data = collectives.swap_shards(self._group, outgoing, [part.view(torch.uint8) for part in incoming], tag)
-        return Parcel(self._tell(header), packed, data, incoming)
+        return ReduceScatter(self._report(header), packed, data, incoming)
 
-    def finish(self, parcel: Parcel, divisor: int) -> Tensor:
+    def finish(self, scatter: ReduceScatter, divisor: int) -> Tensor:
         """The mean of everybody's part of my shard, as a new tensor. The data has been waited for."""
-        total = _sum(parcel.parts, self._sum_dtype)
+        total = _sum(scatter.parts, self._sum_dtype)
         if divisor != 1:
             total.div_(divisor)
         return total.to(self.dtype)
@@ -97,10 +100,10 @@ class Reduction:
     def _empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self.dtype, device=self.device)
 
-    def _tell(self, header: Tensor) -> Handle:
+    def _report(self, header: Tensor) -> Handle:
         return collectives.exchange_headers(self._group, header)
 
-    def _start_native(self, gradients: Sequence[Tensor | None]) -> Parcel:
+    def _start_native(self, gradients: Sequence[Tensor | None]) -> ReduceScatter:
         shard = self._bucket.equal_shard
         numel = self._bucket.numel if shard is None else shard * self._group.world_size
         buffer = self._empty(numel)
@@ -110,7 +113,7 @@ class Reduction:
         shards = [buffer[low:high] for low, high in bounds]
         total = torch.empty_like(shards[self._group.rank])
         handle = collectives.reduce_shards(self._group, buffer, shards, total)
-        return Parcel(Handle(()), buffer, handle, [total[: self.mine[1] - self.mine[0]]])
+        return ReduceScatter(Handle(()), buffer, handle, [total[: self.mine[1] - self.mine[0]]])
 
     def _pack(self, gradients: Sequence[Tensor | None], target: Tensor) -> Tensor:
         sources = []

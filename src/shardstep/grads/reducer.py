@@ -1,308 +1,311 @@
 """Buckets of gradients under way: sent in one order on all ranks, few at a time, brought in in the same order.
 
-With each parcel a rank tells the others which iteration and bucket it is of, and for which parameters it has a
-gradient: one that nobody has used is left alone by the step, one that only some have used gets the mean with zeros, as
-in DDP.
+With each bucket a rank reports which iteration and bucket it is of, and for which parameters it has a gradient: one
+that nobody has used is left alone by the step, one that only some have used gets the mean with zeros, as in DDP.
 
-[Note: iterations that were given up]
-A rank may give up an iteration (``zero_grad`` without a step) after it has sent some of its buckets, all, or none, and
-the others then do too, but they have sent other numbers. Parcels meet in the order in which they were sent, so those of
-the next iteration may meet old ones. What all ranks have told is known to all, so all draw the same conclusions:
+[Note: iterations that were aborted]
+A rank may abort an iteration (``zero_grad`` without a step) after it has sent some of its buckets, all, or none, and
+the others then do too, but they have sent other numbers. Reduce-scatters meet in the order in which they were sent, so
+those of the next iteration may meet old ones. What all ranks have reported is known to all, so all draw the same
+conclusions:
 
-- all told the same iteration and bucket: it is reduced. (A rank that has given it up since throws the result away.)
-- a rank told a later iteration than mine: mine was given up, there or here. I throw it away.
+- all reported the same iteration and bucket: it is reduced. (A rank that has aborted it since throws the result away.)
+- a rank reported a later iteration than mine: mine was aborted, there or here. I throw it away.
 - else mine is current and another one is old: I send it again, one at a time, until it is met. The others do as I do:
-  whoever has sent fewer parcels meets old ones of mine and sends again, until the same ones meet.
+  whoever has sent fewer buckets meets old ones of mine and sends again, until the same ones meet.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 from torch.autograd.profiler import record_function
 
 from shardstep.comm import collectives
-from shardstep.comm.consensus import Board
-from shardstep.comm.shared_memory import Mailboxes, open_mailboxes
-from shardstep.grads.reduce_scatter import Parcel, Reduction, slot_bytes
-from shardstep.grads.shards import BucketGradients, GradientShards
+from shardstep.comm.consensus import RankConsensus
+from shardstep.comm.process_group import Group
+from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
+from shardstep.grads.iteration import InFlight, Iteration
+from shardstep.grads.reduce_scatter import BucketReduceScatter, ReduceScatter, slot_bytes
+from shardstep.grads.settings import ReduceSettings
+from shardstep.grads.shards import BucketShard, GradientShards
+from shardstep.params.sharded_parameters import ShardedParameters
 
-_NUMBERS = 251  # iterations and buckets are told by a byte
+_NUMBERS = 251  # iterations and buckets are reported by a byte
 
 
 class ReduceFailed(RuntimeError):
     """The gradients could not be reduced. What the ranks have sent each other since is unknown: nothing goes on."""
 
 
-@dataclass
-class _Sent:
-    """A parcel, and what to do with what arrives."""
-
-    state: BucketGradients
-    parcel: Parcel
-    kept: set[int]  # parameters to whose reduced gradient this one is added
-    here: list[bool] | None  # for which parameters this rank had a gradient; None: for all
-    divisor: int
-    epoch: int
-    over: bool = False  # given up, or sent again, since
-
-
-class Parcels:
+class GradientReducer:
     """Sends buckets of gradients and brings them in."""
 
     def __init__(
         self,
+        sharded: ShardedParameters,
         shards: GradientShards,
-        board: Board,
-        dtype: torch.dtype | None,
-        in_flight: int,
-        find_unused: bool,
-        is_new: Callable[[int], bool],
+        group: Group,
+        consensus: RankConsensus,
+        settings: ReduceSettings,
     ) -> None:
+        self._sharded = sharded
         self._shards = shards
-        self._group = shards.side
-        self._board = board
-        self._dtype = dtype
-        self._in_flight = in_flight
-        self._find_unused = find_unused
-        self._is_new = is_new  # whether a gradient of this parameter waits to be sent
-        self._reductions: list[Reduction] = []
-        self._width = 0  # of a header: iteration, bucket, a byte per parameter
-        self._mailboxes: Mailboxes | None = None
-        self._flying: deque[_Sent] = deque()
-        self._again: deque[_Sent] = deque()  # to be sent again
-        self._unmet: list[Parcel] = []  # given up, and never met over sockets: their memory must stay
-        self._behind: list[int] = []  # ranks that were last met in an earlier iteration
-        self._misses = 0  # how often in a row the ranks were in the same iteration, but in different buckets
-        self._broken = ""
+        self._group = group  # reductions have a process group of their own, see docs/design.md
+        self._consensus = consensus
+        self._settings = settings
+        self._scatters: list[BucketReduceScatter] = []  # by bucket
+        self._header_bytes = 0  # of all buckets alike
+        self._ring: SharedMemoryRing | None = None
+        self._in_flight: deque[InFlight] = deque()
+        self._unmet: list[ReduceScatter] = []  # thrown away, and never met over sockets: their memory must stay
+        self._failure = ""
         self.sent = 0  # so far
-        self.epoch = 0  # the iteration, counted by zero_grad
-        self.is_lost = False  # another rank has given up this iteration
+        self.iteration = Iteration(0)
 
     def extend(self) -> None:
         """Take over the buckets that were added. Collective."""
-        self._open_mailboxes()
-        params = self._shards.placement.params
-        self._reductions = [Reduction(state.bucket, params, self._group, self._dtype) for state in self._shards.buckets]
-        self._width = 2 + max((len(state.bucket.params) for state in self._shards.buckets), default=0)
+        self._open_ring()
+        self._scatters = [
+            BucketReduceScatter(shard.bucket, self._sharded.params, self._group, self._settings.reduce_dtype)
+            for shard in self._shards.buckets
+        ]
+        self._header_bytes = 2 + max((len(shard.bucket.params) for shard in self._shards.buckets), default=0)
 
-    def _open_mailboxes(self) -> None:
-        placement = self._shards.placement
-        params = placement.params.values()
+    def _open_ring(self) -> None:
+        params = self._sharded.params.values()
         if self._group.world_size == 1 or not all(collectives.sends_pairwise(self._group, p.device) for p in params):
             return
-        sizes = [
-            slot_bytes(state.bucket.numel, state.dtype, self._group)
-            for state in self._shards.buckets
-            if placement.is_small(state.bucket)
-        ]
-        if not sizes:
+        buckets = [shard for shard in self._shards.buckets if self._sharded.is_small(shard.bucket)]
+        if not buckets:
             return
-        # More slots than buckets would stay unused. A smaller ring is no mistake: make_room asks it.
-        in_flight, boxes = min(self._in_flight, len(self._shards.buckets)), self._mailboxes
-        if boxes is None or boxes.slot_bytes < max(sizes) or boxes.in_flight < in_flight:
-            self._mailboxes = open_mailboxes(self._group, in_flight, max(sizes))
+        size = max(slot_bytes(shard.bucket.numel, shard.dtype, self._group) for shard in buckets)
+        # More slots than buckets would stay unused. A smaller ring is no mistake: ``make_room`` asks it.
+        count = min(self._settings.in_flight, len(self._shards.buckets))
+        if self._ring is None or self._ring.slot_bytes < size or self._ring.in_flight < count:
+            self._ring = open_ring(self._group, count, size)
 
     @property
-    def any_flying(self) -> bool:
-        return bool(self._flying)
+    def is_busy(self) -> bool:
+        """Whether anything is under way, of use or not."""
+        return bool(self._in_flight)
+
+    @property
+    def reports(self) -> bool:
+        """Whether ranks report with every bucket what it is."""
+        return all(scatter.reports for scatter in self._scatters)
 
     def tensors(self) -> list[Tensor]:
-        """The memory of what is under way."""
-        parcels = [sent.parcel for sent in (*self._flying, *self._again)]
-        return [tensor for parcel in parcels for tensor in (parcel.packed, *parcel.parts)]
+        """The memory of what was not sent yet, and of what is under way."""
+        scatters = [sent.scatter for sent in (*self._in_flight, *self.iteration.resend)]
+        under_way = [tensor for scatter in scatters for tensor in (scatter.packed, *scatter.parts)]
+        return [*self.iteration.arrived.values(), *under_way]
 
-    def _tag(self, state: BucketGradients) -> int:
-        """Over sockets only parcels of the same iteration and bucket meet."""
-        bits = len(self._shards.buckets).bit_length()
-        return 1 + self.epoch % 2 ** (29 - bits) * 2**bits + state.bucket.position
+    # --- iterations -----------------------------------------------------------------------------------------------
 
-    def give_up(self, epoch: int) -> None:
-        """What is under way belongs to an earlier iteration than ``epoch``, which begins."""
-        self.epoch, self.is_lost, self._misses = epoch, False, 0
-        self._let_go()
+    def start_iteration(self, iteration: Iteration) -> None:
+        """A new iteration begins: what is under way belongs to an earlier one."""
+        self.discard()
+        self.iteration.abort()
+        self.iteration = iteration
+
+    def discard(self) -> None:
+        """Nothing that is under way, or was to be sent again, is of use any more."""
+        for sent in self.iteration.resend:
+            self._keep_memory(sent.scatter)
+        self.iteration.resend.clear()
+        self.iteration.misses = 0
+        for sent in self._in_flight:
+            sent.superseded = True
+
+    def _keep_memory(self, scatter: ReduceScatter) -> None:
+        """Nobody will meet this one. What was to be sent or received over sockets keeps its memory."""
+        if scatter.data.works:
+            self._unmet.append(scatter)
+
+    # --- sending --------------------------------------------------------------------------------------------------
 
     def make_room(self, position: int, patience: float | None) -> bool:
         """Bring in what must be before this bucket can be sent. False if that did not come in time."""
-        state = self._shards.buckets[position]
-        # One of the same bucket, of an earlier round, comes first: this one may be added to it.
-        while (
-            self._again
-            or len(self._flying) >= self._in_flight
-            or (self._mailboxes is not None and self._mailboxes.is_full)
-            or any(sent.state is state and not sent.over for sent in self._flying)
-        ):
+        while self._is_full or self._has_under_way(position):
             if not self._bring_in_one(patience):
                 return False
         return True
 
+    @property
+    def _is_full(self) -> bool:
+        ring_is_full = self._ring is not None and self._ring.is_full
+        return bool(self.iteration.resend) or len(self._in_flight) >= self._settings.in_flight or ring_is_full
+
+    def _has_under_way(self, position: int) -> bool:
+        """Whether the same bucket, of an earlier round, has to come first: this one may be added to it."""
+        return any(sent.shard.bucket.position == position and not sent.is_over for sent in self._in_flight)
+
     def send(self, position: int, gradients: Sequence[Tensor | None], kept: set[int], divisor: int) -> None:
         """Send a bucket for which there is room. ``gradients`` are in its order."""
         here = [gradient is not None for gradient in gradients]
-        told = None if all(here) else here
-        self._dispatch(self._shards.buckets[position], gradients, kept, told, divisor)
+        self._send(self._shards.buckets[position], gradients, kept, None if all(here) else here, divisor)
 
-    def _dispatch(
+    def _send(
         self,
-        state: BucketGradients,
-        source: Sequence[Tensor | None] | Parcel,
+        shard: BucketShard,
+        source: Sequence[Tensor | None] | ReduceScatter,
         kept: set[int],
         here: list[bool] | None,
         divisor: int,
     ) -> None:
         self.check()
         self.sent += 1
-        indices = state.bucket.params
-        header = torch.ones(self._width, dtype=torch.uint8)
-        header[0], header[1] = self.epoch % _NUMBERS, state.bucket.position % _NUMBERS
-        if here is not None:  # a rank that holds an earlier gradient says so, too: one that has joined may not know
-            flags = [one or index in kept for one, index in zip(here, indices, strict=True)]
-            header[2 : 2 + len(flags)] = torch.tensor(flags)
         with record_function("shardstep::reduce"):
             try:
-                slot = self._mailboxes.take() if self._mailboxes is not None else None
-                parcel = self._reductions[state.bucket.position].start(source, header, slot, self._tag(state))
+                slot = self._ring.take() if self._ring is not None else None
+                header = self._header(shard, kept, here)
+                scatter = self._scatters[shard.bucket.position].start(source, header, slot, self._tag(shard))
             except RuntimeError as error:
                 raise self._failed(error) from error
-        self._flying.append(_Sent(state, parcel, kept, here, divisor, self.epoch))
+        self._in_flight.append(InFlight(shard, scatter, kept, here, divisor, self.iteration))
+
+    def _header(self, shard: BucketShard, kept: set[int], here: list[bool] | None) -> Tensor:
+        """What is reported with a bucket: iteration, bucket, a byte per parameter."""
+        header = torch.ones(self._header_bytes, dtype=torch.uint8)
+        header[0], header[1] = self.iteration.number % _NUMBERS, shard.bucket.position % _NUMBERS
+        if here is not None:  # a rank that holds an earlier gradient says so, too: one that has joined may not know
+            flags = [one or index in kept for one, index in zip(here, shard.bucket.params, strict=True)]
+            header[2 : 2 + len(flags)] = torch.tensor(flags)
+        return header
+
+    def _tag(self, shard: BucketShard) -> int:
+        """Over sockets only buckets of the same iteration and position meet."""
+        bits = len(self._shards.buckets).bit_length()
+        return 1 + self.iteration.number % 2 ** (29 - bits) * 2**bits + shard.bucket.position
+
+    # --- bringing in ----------------------------------------------------------------------------------------------
 
     def bring_in(self, patience: float | None) -> bool:
         """Bring in everything of use. False if it did not come in time; None waits as long as the group does."""
-        while self._again or any(not sent.over for sent in self._flying):
+        while self.iteration.resend or any(not sent.is_over for sent in self._in_flight):
             if not self._bring_in_one(patience):
                 return False
         return True
 
     def drain(self) -> None:
         """Wait for everything, also what is of no use any more. The other ranks must have sent as much."""
-        while self._flying:
+        while self._in_flight:
             self._bring_in_one(None)
 
     def _bring_in_one(self, patience: float | None) -> bool:
-        """Finish the oldest parcel, after sending one again if that is all there is to do. False: not in time."""
+        """Finish the oldest bucket, after sending one again if that is all there is to do. False: not in time."""
         self.check()
-        if not self._flying:
-            again = self._again.popleft()
-            self._dispatch(again.state, again.parcel, again.kept, again.here, again.divisor)
-        sent = self._flying[0]
-        reduction = self._reductions[sent.state.bucket.position]
+        if not self._in_flight:
+            again = self.iteration.resend.popleft()
+            self._send(again.shard, again.scatter, again.kept, again.here, again.divisor)
+        sent = self._in_flight[0]
         with record_function("shardstep::reduce"):
             try:
-                if patience is not None and not sent.parcel.headers.wait_for(patience):
+                if patience is not None and not sent.scatter.headers.wait_for(patience):
                     return False
-                sent.parcel.headers.wait()
-                self._flying.popleft()
-                if self._mailboxes is not None:
-                    self._mailboxes.release()
-                if not self._agrees(sent):
+                sent.scatter.headers.wait()
+                self._in_flight.popleft()
+                if self._ring is not None:
+                    self._ring.release()
+                if not _is_met(sent):
                     self._draw_conclusions(sent)
                     return True
-                sent.parcel.data.wait()
+                sent.scatter.data.wait()
             except ReduceFailed:
                 raise
             except RuntimeError as error:
                 raise self._failed(error) from error
-            if sent.over:
-                return True
-            self._misses, self._behind = 0, []
-            present = self._present(sent, reduction)
-            total = reduction.finish(sent.parcel, sent.divisor)
-        sent.state.add(total, present, sent.kept)
-        for index in present if sent.here is not None else ():  # used elsewhere, perhaps not here
-            if not self._is_new(index) and self._shards.placement.params[index].grad is None:
-                self._shards.expose(index)
+            if not sent.is_over:
+                self._add(sent)
         return True
 
-    def _let_go(self) -> None:
-        """Nothing that is under way, or was to be sent again, is of use any more."""
-        for sent in self._again:
-            self._bury(sent.parcel)
-        self._again.clear()
-        for sent in self._flying:
-            sent.over = True
+    def _add(self, sent: InFlight) -> None:
+        """Add what arrived to this rank's shard."""
+        self.iteration.misses, self.iteration.behind = 0, []
+        scatter = self._scatters[sent.shard.bucket.position]
+        present = self._present(sent, scatter)
+        sent.shard.add(scatter.finish(sent.scatter, sent.divisor), present, sent.kept)
+        for index in present if sent.here is not None else ():  # used elsewhere, perhaps not here
+            if index not in self.iteration.arrived and self._sharded.params[index].grad is None:
+                self._shards.expose(index)
 
-    def _bury(self, parcel: Parcel) -> None:
-        """Nobody will meet this one. What was to be sent or received over sockets keeps its memory."""
-        if parcel.data.works:
-            self._unmet.append(parcel)
-
-    def _agrees(self, sent: _Sent) -> bool:
-        """Whether all ranks have told the same iteration and bucket. The same answer on every rank."""
-        headers = sent.parcel.headers.memory
-        return headers is None or bool((headers[:, :2] == headers[0, :2]).all())
-
-    def _draw_conclusions(self, sent: _Sent) -> None:
-        """The ranks were not in the same parcel. See the note above."""
-        headers = sent.parcel.headers.memory
-        if sent.over or headers is None:
-            self._bury(sent.parcel)
+    def _draw_conclusions(self, sent: InFlight) -> None:
+        """The ranks were not in the same bucket. See the note above."""
+        headers = sent.scatter.headers.memory
+        if sent.is_over or headers is None:
+            self._keep_memory(sent.scatter)
             return
-        mine = sent.epoch % _NUMBERS
-        ahead = [(epoch - mine) % _NUMBERS for epoch in headers[:, 0].tolist()]
+        mine = sent.iteration.number % _NUMBERS
+        ahead = [(number - mine) % _NUMBERS for number in headers[:, 0].tolist()]
         if any(0 < distance <= _NUMBERS // 2 for distance in ahead):
-            self.is_lost = True
-            self._bury(sent.parcel)
-            self._let_go()
+            self._keep_memory(sent.scatter)
+            self.discard()
+            self.iteration.lose()
             return
-        self._behind = [rank for rank, distance in enumerate(ahead) if distance]
-        self._misses = 0 if any(ahead) else self._misses + 1
-        if self._misses > 4 * self._in_flight + 8:
-            self._broken = f"the ranks reduce different buckets: {headers[:, 1].tolist()}, by rank"
+        self.iteration.behind = [rank for rank, distance in enumerate(ahead) if distance]
+        self.iteration.misses = 0 if any(ahead) else self.iteration.misses + 1
+        if self.iteration.misses > 4 * self._settings.in_flight + 8:
+            self._failure = f"the ranks reduce different buckets: {headers[:, 1].tolist()}, by rank"
             self.check()
-        current = [sent, *(other for other in self._flying if not other.over)]
-        for other in current:
-            other.over = True
-            if not other.parcel.data.works:  # in shared memory, of which other parcels will be made
-                other.parcel = other.parcel._replace(packed=other.parcel.packed.clone())
-        self._again = deque(current + list(self._again))
+        self._send_again([sent, *(other for other in self._in_flight if not other.is_over)])
 
-    def _present(self, sent: _Sent, reduction: Reduction) -> set[int]:
+    def _send_again(self, unmet: list[InFlight]) -> None:
+        for sent in unmet:
+            sent.superseded = True
+            if not sent.scatter.data.works:  # in shared memory, of which other buckets will be made
+                sent.scatter = sent.scatter._replace(packed=sent.scatter.packed.clone())
+        self.iteration.resend = deque(unmet + list(self.iteration.resend))
+
+    def _present(self, sent: InFlight, scatter: BucketReduceScatter) -> set[int]:
         """The parameters for which any rank had a gradient."""
-        indices = sent.state.bucket.params
-        if not reduction.tells:
+        indices = sent.shard.bucket.params
+        if not scatter.reports:
             return self._present_on_accelerators(indices, sent.here or [True] * len(indices))
-        headers = sent.parcel.headers.memory
+        headers = sent.scatter.headers.memory
         if sent.here is None or headers is None:
             return set(indices)
         anywhere = headers[:, 2 : 2 + len(indices)].amax(0).tolist()
         return {index for index, there in zip(indices, anywhere, strict=True) if there}
 
     def _present_on_accelerators(self, indices: Sequence[int], here: list[bool]) -> set[int]:
-        """There the ranks tell each other only if the user wishes, because it makes the host wait."""
-        if self._find_unused:
+        """There the ranks report only if the user wishes, because it makes the host wait."""
+        if self._settings.find_unused:
             rows = collectives.all_gather_ints(self._group, [int(one) for one in here])
             return {index for index, *there in zip(indices, *rows, strict=True) if any(there)}
-        placement = self._shards.placement
         for index, one in zip(indices, here, strict=True):
-            if not one and placement.params[index].requires_grad:
+            if not one and self._sharded.params[index].requires_grad:
                 raise RuntimeError(
                     "shard_gradients expects a gradient for every parameter that requires one, but "
-                    f"{placement.layout.spec_of[index].label} got none in this backward. Pass "
+                    f"{self._sharded.layout.spec_of[index].label} got none in this backward. Pass "
                     "find_unused_parameters=True if parameters may be unused."
                 )
         return {index for index, one in zip(indices, here, strict=True) if one}
 
+    # --- failing --------------------------------------------------------------------------------------------------
+
     def _failed(self, error: RuntimeError) -> ReduceFailed:
-        try:
-            where = self._board.explain()
-        except RuntimeError:  # the store is gone with its host
-            where = ""
-        self._broken = f"{error}." + (f" Meanwhile {where}." if where else "")
-        if self._behind:
-            self._broken += (
-                f" Ranks {self._behind} were in an earlier iteration: those are counted by zero_grad, which every rank "
-                "must call equally often."
+        self._failure = f"{error}.{self._consensus.meanwhile()}"
+        if self.iteration.behind:
+            self._failure += (
+                f" Ranks {self.iteration.behind} were in an earlier iteration: those are counted by zero_grad, which "
+                "every rank must call equally often."
             )
-        return ReduceFailed(f"backward: the gradients could not be reduced: {self._broken}")
+        return ReduceFailed(f"backward: the gradients could not be reduced: {self._failure}")
 
     def check(self) -> None:
         """ReduceFailed if an earlier reduction failed."""
-        if self._broken:
+        if self._failure:
             raise ReduceFailed(
-                f"the gradients could not be reduced ({self._broken}), so what the ranks have sent each other is "
+                f"the gradients could not be reduced ({self._failure}), so what the ranks have sent each other is "
                 "unknown. Start the processes again, from a checkpoint."
             )
+
+
+def _is_met(sent: InFlight) -> bool:
+    """Whether all ranks have reported the same iteration and bucket. The same answer on every rank."""
+    headers = sent.scatter.headers.memory
+    return headers is None or bool((headers[:, :2] == headers[0, :2]).all())

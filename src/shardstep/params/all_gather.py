@@ -1,8 +1,4 @@
-"""Parameters <-> flat buffers, on one rank. Torch, but no communication.
-
-``Shard`` gives the local optimizer tensors to step. ``Exchange`` knows, for one bucket, which bytes every rank
-contributes to its gather. ``BucketViews`` makes parameters views of one buffer per bucket.
-"""
+"""The all-gather of one bucket: which bytes every rank contributes, and how they are packed on the way."""
 
 from __future__ import annotations
 
@@ -14,9 +10,11 @@ import torch
 from torch import Tensor
 
 from shardstep.comm import collectives
-from shardstep.comm.collectives import Group, Handle
-from shardstep.comm.shared_memory import Mailboxes
-from shardstep.layout.specs import Bucket, Layout, Piece
+from shardstep.comm.collectives import Handle
+from shardstep.comm.process_group import Group
+from shardstep.comm.shared_memory import SharedMemoryRing
+from shardstep.layout.specs import Bucket, Piece
+from shardstep.params.pieces import flat
 
 # Between pairs of ranks a piece of at least this size is sent from where it lies; smaller ones are packed first.
 DIRECT_BYTES = 64 * 1024
@@ -26,112 +24,17 @@ KEPT_BYTES = 4 * 1024 * 1024
 KEPT_VIEWS = 4096  # per buffer, of which a ring has eight
 
 
-class Shard:
-    """This rank's pieces as tensors.
+class AllGatherHandle(NamedTuple):
+    """An all-gather under way. Wait for it, then ``BucketAllGather.finish`` it."""
 
-    A piece that covers its parameter *is* the parameter. A piece of a cut parameter is a tensor of its own
-    over the same memory, with a slice of the gradient. With ``apart`` every piece is a tensor of its own: for steps
-    that take their gradients from elsewhere than the parameters'.
-    """
-
-    def __init__(self, rank: int, apart: bool = False) -> None:
-        self._rank = rank
-        self._apart = apart
-        self.pieces: dict[int, Piece] = {}  # parameter index -> my piece of it (a rank has one at the most)
-        self.tensors: dict[int, Tensor] = {}
-        self._own: list[tuple[Tensor, Tensor, slice | None]] = []  # parameter, tensor of my piece, range (None: whole)
-
-    def extend(self, layout: Layout, params: Mapping[int, Tensor]) -> dict[int, Tensor]:
-        """Take over what a longer layout adds. Return the new tensors by parameter index, ascending."""
-        pieces = {piece.param: piece for piece in layout.pieces(self._rank)}
-        added = {}
-        for index in sorted(pieces.keys() - self.pieces.keys()):
-            piece, param = pieces[index], params[index]
-            if piece.whole and not self._apart:
-                added[index] = param
-            else:
-                where = None if piece.whole else slice(piece.start, piece.stop)
-                added[index] = torch.nn.Parameter(_span(param, where), requires_grad=param.requires_grad)
-                self._own.append((param, added[index], where))
-            self.pieces[index] = piece
-        self.tensors.update(added)
-        return added
-
-    def forget(self, indices: Sequence[int]) -> None:
-        """Undo ``extend``."""
-        for index in indices:
-            self.pieces.pop(index, None)
-            tensor = self.tensors.pop(index, None)
-            self._own = [own for own in self._own if own[1] is not tensor]
-
-    def bind(self) -> None:
-        """Point the tensors that are not the parameters themselves at the memory that the parameters have now."""
-        for param, tensor, where in self._own:
-            tensor.data = _span(param, where)
-
-    def bind_gradients(self) -> None:
-        """Give the tensors that are not the parameters themselves their part of the gradient."""
-        for param, tensor, where in self._own:
-            gradient = param.grad
-            if gradient is None or where is None:
-                tensor.grad = gradient
-                continue
-            if gradient.layout is not torch.strided:
-                raise RuntimeError(
-                    f"step expects dense gradients but got {gradient.layout} for a parameter of shape "
-                    f"{tuple(param.shape)}. Make the gradient dense (for an embedding: sparse=False)."
-                )
-            tensor.grad = gradient.detach().reshape(-1)[where]
-
-    def release_gradients(self) -> None:
-        """Let go of the gradients, so that ``zero_grad`` frees them."""
-        for _, tensor, _ in self._own:
-            tensor.grad = None
-
-
-class BucketViews:
-    """One flat buffer per bucket, with every parameter a view of its range of it."""
-
-    def __init__(self) -> None:
-        self.buffers: list[Tensor] = []
-        self._views: dict[int, Tensor] = {}
-
-    def extend(self, layout: Layout, params: Mapping[int, Tensor]) -> None:
-        """Make buffers for the buckets that a longer layout adds, and move their parameters into them."""
-        for bucket in layout.buckets[len(self.buffers) :]:
-            like = params[bucket.params[0]]
-            numel = max(bucket.numel, (bucket.equal_shard or 0) * layout.world_size)
-            buffer = torch.zeros(numel, dtype=like.dtype, device=like.device)
-            self.buffers.append(buffer)
-            for index, offset, size in zip(bucket.params, bucket.offsets, bucket.numels, strict=True):
-                self._views[index] = buffer[offset : offset + size].view(params[index].shape)
-        self.bind(params)
-
-    def bind(self, params: Mapping[int, Tensor]) -> None:
-        """Make every parameter that is no view of its buffer one again, with the value that it has."""
-        strayed = [
-            (params[index], view)
-            for index, view in self._views.items()
-            if params[index].data_ptr() != view.data_ptr() or params[index].stride() != view.stride()
-        ]
-        # Values first: somebody may have swapped two parameters, or transposed one, within the buffer.
-        values = [param.data.clone() for param, _ in strayed]
-        for (param, view), value in zip(strayed, values, strict=True):
-            view.copy_(value)
-            param.data = view
-
-
-class Flight(NamedTuple):
-    """An exchange under way. Wait for the handle, then ``Exchange.finish`` it."""
-
-    handle: Handle
+    under_way: Handle
     staged: Tensor | None = None  # the buffer in which packed pieces travel
 
 
-class Exchange:
+class BucketAllGather:
     """The gather of one bucket: pack what is small, send the rest from where it lies, unpack what arrived.
 
-    With mailboxes everything is packed, into memory that the ranks share. Only pieces of active parameters take part.
+    With ring everything is packed, into memory that the ranks share. Only pieces of active parameters take part.
     Made anew whenever the set of active parameters or the memory of one changes.
     """
 
@@ -142,13 +45,13 @@ class Exchange:
         active: Mapping[int, bool],
         group: Group,
         buffer: Tensor | None,
-        mailboxes: Mailboxes | None,
+        ring: SharedMemoryRing | None,
     ) -> None:
         self._group = group
         self._like = params[bucket.params[0]]
         self._pairwise = collectives.sends_pairwise(group, self._like.device)
-        fits = mailboxes is not None and bucket.numel * bucket.itemsize <= mailboxes.slot_bytes
-        self._mailboxes = mailboxes if fits and self._pairwise else None
+        fits = ring is not None and bucket.numel * bucket.itemsize <= ring.slot_bytes
+        self._ring = ring if fits and self._pairwise else None
         self._in_place: Tensor | None = None  # gathered as it is: equal shards, nothing to pack
         self._direct: list[list[Tensor]] = [[] for _ in range(group.world_size)]  # by rank, bytes
         packed: list[list[Tensor]] = [[] for _ in range(group.world_size)]  # by rank
@@ -159,7 +62,7 @@ class Exchange:
                     self._direct[rank], packed[rank] = self._sort_by_size(shard, params, mine=rank == group.rank)
                     continue
                 runs = [buffer[low:high] for low, high in _runs(bucket, shard)]
-                if self._mailboxes is not None:
+                if self._ring is not None:
                     packed[rank] = runs
                 else:
                     self._direct[rank] = [_bytes(run) for run in runs]
@@ -172,30 +75,30 @@ class Exchange:
     @property
     def must_wait(self) -> bool:
         """Whether an earlier exchange has to be finished before this one can start."""
-        return self._mailboxes is not None and self._staging is not None and self._mailboxes.is_full
+        return self._ring is not None and self._staging is not None and self._ring.is_full
 
-    def start(self) -> Flight:
+    def start(self) -> AllGatherHandle:
         """Send my shard and receive the others."""
         if self._in_place is not None:
-            return Flight(collectives.gather_buffer(self._group, self._in_place))
+            return AllGatherHandle(collectives.gather_buffer(self._group, self._in_place))
         if self._staging is None:
-            return Flight(collectives.gather_shards(self._group, self._direct))
-        if self._mailboxes is not None:
-            slot = self._staging.pack(self._mailboxes.take().view(self._like.dtype))
-            return Flight(self._mailboxes.tell(), slot)
+            return AllGatherHandle(collectives.gather_shards(self._group, self._direct))
+        if self._ring is not None:
+            slot = self._staging.pack(self._ring.take().view(self._like.dtype))
+            return AllGatherHandle(self._ring.signal(), slot)
         staged = self._staging.pack(self._staging.own_buffer(self._like))
         if self._staging.even:
-            return Flight(collectives.gather_buffer(self._group, _bytes(staged)), staged)
+            return AllGatherHandle(collectives.gather_buffer(self._group, _bytes(staged)), staged)
         regions = [[_bytes(staged[low:high])] if low < high else [] for low, high in self._staging.regions]
         shards = list(map(list.__add__, self._direct, regions))
-        return Flight(collectives.gather_shards(self._group, shards), staged)
+        return AllGatherHandle(collectives.gather_shards(self._group, shards), staged)
 
-    def finish(self, flight: Flight) -> None:
+    def finish(self, handle: AllGatherHandle) -> None:
         """Put what arrived where it belongs."""
-        if self._mailboxes is not None and self._staging is not None:
-            self._mailboxes.heard(flight.handle)
-        if self._staging is not None and flight.staged is not None:
-            self._staging.unpack(flight.staged)
+        if self._ring is not None and self._staging is not None:
+            self._ring.received(handle.under_way)
+        if self._staging is not None and handle.staged is not None:
+            self._staging.unpack(handle.staged)
         if self._written:
             torch.autograd.graph.increment_version(self._written)
 
@@ -210,7 +113,7 @@ class Exchange:
             self._in_place = _bytes(buffer)
         elif len(bucket.params) == 1 and shard * self._group.world_size == bucket.numel:
             param = params[bucket.params[0]]
-            self._in_place = _bytes(_flat(param)) if param.is_contiguous() else None
+            self._in_place = _bytes(flat(param)) if param.is_contiguous() else None
         return self._in_place is not None
 
     def _sort_by_size(
@@ -220,20 +123,20 @@ class Exchange:
         direct, packed = [], []
         for piece in shard:
             param = params[piece.param]
-            large = self._pairwise and self._mailboxes is None and piece.numel * param.element_size() >= DIRECT_BYTES
+            large = self._pairwise and self._ring is None and piece.numel * param.element_size() >= DIRECT_BYTES
             if piece.whole and not (param.is_contiguous() and (large or mine)):
                 packed.append(param)
                 continue
-            flat = _flat(param)[piece.start : piece.stop]
+            span = flat(param)[piece.start : piece.stop]
             if large:
-                direct.append(_bytes(flat))
+                direct.append(_bytes(span))
             else:
-                packed.append(flat)
+                packed.append(span)
         return direct, packed
 
 
 class _Staging:
-    """The small pieces of a bucket (with mailboxes: all of them), packed into one buffer, rank by rank.
+    """The small pieces of a bucket (with ring: all of them), packed into one buffer, rank by rank.
 
     Packing and unpacking are one call each: no Python work per piece. Views of a buffer are made once and kept.
     """
@@ -315,16 +218,6 @@ def _runs(bucket: Bucket, shard: Sequence[Piece]) -> list[tuple[int, int]]:
             runs.append((piece.offset, piece.offset + piece.numel))
         previous = place
     return [run for run in runs if run[0] < run[1]]
-
-
-def _flat(param: Tensor) -> Tensor:
-    """The elements of a contiguous parameter, 1D, over the same memory and version counter."""
-    return param.detach().view(-1)
-
-
-def _span(param: Tensor, where: slice | None) -> Tensor:
-    """A range of a parameter's elements, or (None) all of it as it is, over the same memory and version counter."""
-    return param.detach() if where is None else _flat(param)[where]
 
 
 def _bytes(flat: Tensor) -> Tensor:

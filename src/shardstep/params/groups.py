@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from shardstep.comm.codec import dtype_name, option_text
 from shardstep.layout.specs import ParamSpec
@@ -169,19 +167,6 @@ def check_apart(params: Mapping[int, Tensor]) -> None:
                 f"params expects parameters that do not share memory, but parameters {first} and {second} of shapes "
                 f"{tuple(params[first].shape)} and {tuple(params[second].shape)} do. Tie weights by using one "
                 "Parameter in both places."
-            )
-
-
-def check_not_in_ddp(params: Iterable[Tensor]) -> None:
-    """ValueError if DistributedDataParallel reduces the gradients of these parameters already."""
-    ours = set(map(id, params))
-    for thing in gc.get_objects():
-        is_ddp = issubclass(type(thing), DistributedDataParallel)  # (isinstance would wake lazy objects)
-        if is_ddp and any(id(param) in ours for param in thing.parameters()):
-            raise ValueError(
-                "shard_gradients=True expects a model that is not wrapped, because the optimizer reduces the gradients "
-                "itself, but its parameters are in a DistributedDataParallel module. Drop the wrapper, or drop "
-                "shard_gradients."
             )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from shardstep.engine import GatherFailed, Gathers
+from shardstep.params.gather_window import GatherFailed, GatherWindow
 
 # What neither reads nor writes the value: zero_grad, say, must not make the program wait.
 _HARMLESS = {
@@ -79,7 +79,7 @@ class LazyGathers:
     wait for that one. So a parameter becomes ordinary only when its value is there.
     """
 
-    def __init__(self, gathers: Gathers, params_of: Callable[[int], list[Tensor]]) -> None:
+    def __init__(self, gathers: GatherWindow, params_of: Callable[[int], list[Tensor]]) -> None:
         self._gathers = gathers
         self._lock = threading.RLock()  # reentrant: a signal handler may touch a parameter while this thread finishes
         self._failure: GatherFailed | None = None

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from shardstep.comm import collectives
-from shardstep.comm.collectives import Group
+from shardstep.comm.process_group import Group
 from shardstep.layout.specs import Layout
 
 _CHUNK = 1 << 22

@@ -7,7 +7,7 @@ its parameter is whole.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -16,90 +16,16 @@ from torch import Tensor
 
 from shardstep.comm import collectives
 from shardstep.comm.codec import decode, dtype_name, dtype_of, encode
-from shardstep.comm.collectives import Group
+from shardstep.comm.process_group import Group
 from shardstep.layout.boxes import boxes_of
 from shardstep.layout.specs import Layout, ParamSpec, Piece
-from shardstep.params.all_gather import Shard
 from shardstep.params.memory_order import empty_in_order, order_of
+from shardstep.params.pieces import LocalPieces
 from shardstep.params.tensor_subclasses import FindClass, closed, is_opened, opened
 from shardstep.state.shard import StateShard
 
 # A tensor of at least this size travels in chunks of its own, straight from and to its memory.
 _LARGE_BYTES = 1024 * 1024
-
-
-class StateView(MutableMapping):
-    """The local optimizer's state, keyed by the user's parameters.
-
-    Reads and writes go through: nothing is kept here. Every parameter has an entry on every rank, empty where
-    this rank owns nothing of it, so that tools see the same keys everywhere. Of a cut parameter the entry is the
-    state of this rank's piece. Keys that are no tensors, which some optimizers use, are passed on.
-    """
-
-    def __init__(
-        self,
-        params: Sequence[Tensor],
-        owned: Mapping[Tensor, Tensor],
-        state: Callable[[], Any],
-        on_change: Callable[[], None],
-    ) -> None:
-        self._params = dict.fromkeys(params)
-        self._owned = owned  # the user's parameter -> the tensor that the local optimizer steps
-        self._state = state  # a function, because optimizers replace the object when they load
-        self._on_change = on_change
-
-    def __getitem__(self, key: Any) -> Any:
-        """As in torch's own: the entry of a parameter without state is made, so that it can be filled."""
-        if key in self._owned:
-            return self._state().setdefault(self._owned[key], {})
-        return self._look_up(key)
-
-    def get(self, key: Any, default: Any = None) -> Any:
-        return self._look_up(key) if key in self else default
-
-    def items(self) -> Any:
-        """Like ``values``, without making entries."""
-        return {key: self._look_up(key) for key in self}.items()
-
-    def values(self) -> Any:
-        return [self._look_up(key) for key in self]
-
-    def _look_up(self, key: Any) -> Any:
-        if not isinstance(key, Tensor):
-            return self._state()[key]
-        if key not in self._params:
-            raise KeyError(key)
-        return self._state().get(self._owned[key], {}) if key in self._owned else {}
-
-    def __contains__(self, key: Any) -> bool:
-        return key in self._params if isinstance(key, Tensor) else key in self._state()
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._on_change()
-        if isinstance(key, Tensor) and key not in self._owned:
-            if key in self._params and not value:
-                return
-            raise KeyError("state expects a parameter that this rank owns a piece of. Use load_state_dict instead.")
-        self._state()[self._owned.get(key, key)] = value
-
-    def __delitem__(self, key: Any) -> None:
-        self._on_change()
-        self._state().pop(self._owned.get(key, key), None)
-
-    def clear(self) -> None:
-        """Forget all state of this rank. (Entries stay, empty, so the inherited loop would never end.)"""
-        self._on_change()
-        self._state().clear()
-
-    def __iter__(self) -> Iterator[Any]:
-        yield from self._params
-        yield from (key for key in self._state() if not isinstance(key, Tensor))
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-    def __repr__(self) -> str:
-        return f"StateView({dict(self.items())!r})"
 
 
 def local_part(entry: Any, spec: ParamSpec, piece: Piece, find_class: FindClass, where: str) -> Any:
@@ -180,7 +106,7 @@ def collect(
 
 
 def describe(
-    shard: Shard, layout: Layout, state: Mapping[Any, Any], only: int | None = None
+    shard: LocalPieces, layout: Layout, state: Mapping[Any, Any], only: int | None = None
 ) -> tuple[list, list[Tensor]]:
     """What this rank has: a header (JSON data) and the tensors it speaks of, in order.
 

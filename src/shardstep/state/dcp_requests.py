@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardstep.comm import collectives
 from shardstep.comm.codec import decode, dtype_name, dtype_of, encode
-from shardstep.comm.collectives import Group
+from shardstep.comm.process_group import Group
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _DEVICE = "shardstep_device"  # a key that no optimizer has

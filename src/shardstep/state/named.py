@@ -17,9 +17,9 @@ from torch.optim import Optimizer
 from shardstep.comm.codec import option_text
 from shardstep.layout.specs import ParamSpec, Piece
 from shardstep.params.local_optimizer import options_of
-from shardstep.params.sharded_parameters import Placement
 from shardstep.params.tensor_subclasses import opened
 from shardstep.state.collect import local_part
+from shardstep.state.held import HeldParameters
 from shardstep.state.names import are_positions
 from shardstep.state.shard import filled, shard_of_range, shard_of_whole
 
@@ -51,37 +51,37 @@ def sharded_entry(entry: Mapping[str, Any], spec: ParamSpec, piece: Piece, *, bl
     return map_leaves(opened(entry), shard)
 
 
-def sharded_states(placement: Placement, optimizer: Optimizer, *, blanks: bool) -> dict[int, dict[str, Any]]:
+def sharded_states(held: HeldParameters, optimizer: Optimizer, *, blanks: bool) -> dict[int, dict[str, Any]]:
     """This rank's state by parameter index. ``blanks``: also for parameters without any, as places to load into."""
     entries: dict[int, dict[str, Any]] = {}
-    for index, piece in sorted(placement.shard.pieces.items()):
-        spec, entry = placement.layout.spec_of[index], optimizer.state.get(placement.shard.tensors[index])
+    for index, piece in sorted(held.pieces.pieces.items()):
+        spec, entry = held.layout.spec_of[index], optimizer.state.get(held.pieces.tensors[index])
         if entry:
             entries[index] = sharded_entry(entry, spec, piece)
-        elif blanks and placement.params[index].requires_grad:
-            entries[index] = sharded_entry(_blank_entry(placement, optimizer, index), spec, piece, blank=True)
+        elif blanks and held.params[index].requires_grad:
+            entries[index] = sharded_entry(_blank_entry(held, optimizer, index), spec, piece, blank=True)
     return entries
 
 
-def _blank_entry(placement: Placement, optimizer: Optimizer, index: int) -> dict[str, Any]:
+def _blank_entry(held: HeldParameters, optimizer: Optimizer, index: int) -> dict[str, Any]:
     """The state that the optimizer would make for this rank's piece of a parameter.
 
     (DCP's own way is to step the optimizer itself with zero gradients, which moves counters and moments.)
     """
-    return placement.blank_state(index, placement.shard.tensors[index], optimizer.param_groups)
+    return held.blank_state(index, optimizer.param_groups)
 
 
 def named_form(
     param_groups: Sequence[Mapping[str, Any]],
     names: Mapping[Tensor, str],
-    placement: Placement,
+    held: HeldParameters,
     optimizer: Optimizer,
     *,
     blanks: bool,
 ) -> dict[str, Any]:
     """The whole form of an optimizer. A parameter that this rank has nothing of has an empty entry."""
-    entries = sharded_states(placement, optimizer, blanks=blanks)
-    state: dict[str, Any] = {names[param]: entries.get(index, {}) for index, param in placement.params.items()}
+    entries = sharded_states(held, optimizer, blanks=blanks)
+    state: dict[str, Any] = {names[param]: entries.get(index, {}) for index, param in held.params.items()}
     state.update((str(key), value) for key, value in optimizer.state.items() if not isinstance(key, Tensor))
     return {"state": state, "param_groups": named_groups(param_groups, names)}
 
@@ -178,7 +178,7 @@ def loadable(
     form: Mapping[str, Any],
     param_groups: Sequence[Mapping[str, Any]],
     names: Mapping[Tensor, str],
-    placement: Placement,
+    held: HeldParameters,
     strict: bool,
 ) -> Loadable:
     """Take a form apart. ValueError if it does not fit and ``strict``, or if names and positions are mixed."""
@@ -189,10 +189,10 @@ def loadable(
         raise ValueError(f"the sharded state dict expects the names of this optimizer, but {differences}. {REMEDY}")
     options = options_by_name(saved_groups, named_groups(param_groups, names), strict)
     entries = {}
-    for index, piece in placement.shard.pieces.items():
-        entry = state.get(names[placement.params[index]])
+    for index, piece in held.pieces.pieces.items():
+        entry = state.get(names[held.params[index]])
         if entry:
-            spec, find_class = placement.layout.spec_of[index], partial(placement.find_state_class, index)
+            spec, find_class = held.layout.spec_of[index], partial(held.find_state_class, index)
             entries[index] = local_part(filled(entry), spec, piece, find_class, "of the loaded form")
     known = {*names.values(), *(name for group in saved_groups for name in group["params"])}
     return Loadable(entries, {key: value for key, value in state.items() if key not in known}, options)

@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 
 from shardstep.comm.codec import live_option, option_text
 from shardstep.params.local_optimizer import options_of
-from shardstep.params.sharded_parameters import Placement
 from shardstep.state.collect import local_part
+from shardstep.state.held import HeldParameters
 from shardstep.state.shard import filled, is_sharded
 from shardstep.state.status import Snapshot
 
@@ -53,21 +53,24 @@ def outer_copy(value: Any) -> Any:
 
 
 def load_local(
-    state_dict: Mapping[str, Any], param_groups: Sequence[dict[str, Any]], placement: Placement, optimizer: Optimizer
+    state_dict: Mapping[str, Any],
+    param_groups: Sequence[dict[str, Any]],
+    held: HeldParameters,
+    optimizer: Optimizer,
 ) -> Callable[[], None]:
     """Load this rank's part into the local optimizer, by its own rules. Return a function that undoes it.
 
     If it raises, the optimizer is as it was.
     """
     _check_form(state_dict, param_groups)
-    return _load_undoably(_local_form(state_dict, placement), placement, optimizer)
+    return _load_undoably(_local_form(state_dict, held), held, optimizer)
 
 
 def load_pieces(
     entries: Mapping[int, Mapping[str, Any]],
     others: Mapping[Any, Any],
     options: Sequence[dict[str, Any]],
-    placement: Placement,
+    held: HeldParameters,
     optimizer: Optimizer,
 ) -> Callable[[], None]:
     """``load_local`` for state that is in pieces already.
@@ -79,7 +82,7 @@ def load_pieces(
     """
     local: dict[str, Any] = {"state": copy.deepcopy(dict(others)), "param_groups": []}
     number = 0
-    for group, chosen, indices in zip(optimizer.param_groups, options, placement.indices, strict=True):
+    for group, chosen, indices in zip(optimizer.param_groups, options, held.indices, strict=True):
         live = options_of(group)
         kept = {key: live_option(value, live.get(key)) for key, value in chosen.items()}
         form = {**kept, "params": list(range(number, number + len(indices)))}
@@ -88,10 +91,10 @@ def load_pieces(
         local["param_groups"].append(form)
         local["state"].update((number + i, entries[index]) for i, index in enumerate(indices) if entries.get(index))
         number += len(indices)
-    return _load_undoably(local, placement, optimizer)
+    return _load_undoably(local, held, optimizer)
 
 
-def _load_undoably(local: dict[str, Any], placement: Placement, optimizer: Optimizer) -> Callable[[], None]:
+def _load_undoably(local: dict[str, Any], held: HeldParameters, optimizer: Optimizer) -> Callable[[], None]:
     before = optimizer.state, optimizer.param_groups
     attributes = dict(vars(optimizer))
 
@@ -102,7 +105,7 @@ def _load_undoably(local: dict[str, Any], placement: Placement, optimizer: Optim
 
     try:
         optimizer.load_state_dict(local)
-        _complete(optimizer, placement)
+        _complete(optimizer, held)
     except BaseException:
         undo()
         raise
@@ -158,7 +161,7 @@ def _told(value: Any) -> str:
     return f"a {type(value).__qualname__} ({str(value)[:60]})"
 
 
-def _local_form(state_dict: Mapping[str, Any], placement: Placement) -> dict[str, Any]:
+def _local_form(state_dict: Mapping[str, Any], held: HeldParameters) -> dict[str, Any]:
     """The dict as the local optimizer would have saved it: its pieces of the state, numbered in its order."""
     saved_groups = state_dict["param_groups"]
     saved_ids = [saved_id for group in saved_groups for saved_id in group["params"]]
@@ -166,7 +169,7 @@ def _local_form(state_dict: Mapping[str, Any], placement: Placement) -> dict[str
     local_state = {key: copy.deepcopy(value) for key, value in states.items() if key not in set(saved_ids)}
     local_groups, number = [], 0
     start = 0
-    for saved, indices in zip(saved_groups, placement.indices, strict=True):
+    for saved, indices in zip(saved_groups, held.indices, strict=True):
         local = {**options_of(saved), "params": list(range(number, number + len(indices)))}
         if "param_names" in saved:
             local["param_names"] = [saved["param_names"][index - start] for index in indices]
@@ -174,19 +177,19 @@ def _local_form(state_dict: Mapping[str, Any], placement: Placement) -> dict[str
         for index in indices:
             entry = filled(states.get(saved_ids[index]))
             if entry:
-                piece = placement.shard.pieces[index]
-                spec, find_class = placement.layout.spec_of[index], partial(placement.find_state_class, index)
+                piece = held.pieces.pieces[index]
+                spec, find_class = held.layout.spec_of[index], partial(held.find_state_class, index)
                 local_state[number] = local_part(entry, spec, piece, find_class, "of the loaded dict")
             number += 1
         start += len(saved["params"])
     return {"state": local_state, "param_groups": local_groups}
 
 
-def _complete(optimizer: Optimizer, placement: Placement) -> None:
+def _complete(optimizer: Optimizer, held: HeldParameters) -> None:
     """A parameter that the dict holds nothing for starts as in a newly built optimizer (Adagrad makes state there)."""
-    missing = [tensor for tensor in placement.shard.tensors.values() if not optimizer.state.get(tensor)]
-    if missing and placement.has_eager_state:
-        fresh = placement.fresh_optimizer(optimizer.param_groups)
+    missing = [tensor for tensor in held.pieces.tensors.values() if not optimizer.state.get(tensor)]
+    if missing and held.builder.has_eager_state:
+        fresh = held.builder.fresh_optimizer(optimizer.param_groups)
         for tensor in missing:
             optimizer.state[tensor] = fresh.state[tensor]
 

@@ -2,37 +2,43 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardstep.comm import collectives
+from shardstep.comm import collectives, process_group
 from shardstep.comm.codec import decode_options, encode_options
-from shardstep.comm.collectives import Group
-from shardstep.comm.consensus import Board
+from shardstep.comm.consensus import RankConsensus
 from shardstep.params.local_optimizer import options_of
-from shardstep.params.sharded_parameters import Placement
+from shardstep.params.progress import Progress
+from shardstep.params.sharded_parameters import ShardedParameters
 from shardstep.params.tensor_subclasses import map_tensors
 from shardstep.state import dcp_requests, named, plain
-from shardstep.state.collect import StateView, collect, describe
+from shardstep.state.collect import collect, describe
 from shardstep.state.names import names_of
 from shardstep.state.status import Snapshot, Status
+from shardstep.state.view import StateView
 
 
-class ShardedState(Optimizer):
+class Core(Protocol):
+    """The engine, as far as the state needs it."""
+
+    sharded: ShardedParameters
+    consensus: RankConsensus
+    progress: Progress
+
+    def wait_for_parameters(self) -> None: ...
+
+
+class ShardedOptimizer(Optimizer):
     """An optimizer whose state lies on many ranks. ``ZeroRedundancyOptimizer`` is one that also steps."""
 
     optim: Optimizer  # the local optimizer
     rank: int
     world_size: int
-    _group: Group
-    _placement: Placement | None
-    _meeting_place: Board | None
+    engine: Core
     _status: Status  # everything that changes: methods set no attributes, see status.py
 
     def consolidate_state_dict(self, to: int = 0, *, chunk_mb: float = 16) -> None:
@@ -41,8 +47,8 @@ class ShardedState(Optimizer):
         Collective: call on every rank of the group. Other ranks that collected the same state before keep it. No rank
         holds more than two chunks of ``chunk_mb`` MiB besides its state and, on rank ``to``, the result.
         """
-        placement = self._placed
-        with self._undone_everywhere("consolidate_state_dict"):
+        sharded = self.engine.sharded
+        with self.engine.consensus.reporting("consolidate_state_dict"):
             if not isinstance(to, int) or not 0 <= to < self.world_size:
                 raise ValueError(
                     f"to expects a rank of the process group, from 0 to {self.world_size - 1}, but got {to!r}. "
@@ -50,13 +56,15 @@ class ShardedState(Optimizer):
                 )
             if not isinstance(chunk_mb, (int, float)) or not chunk_mb > 0:
                 raise ValueError(f"chunk_mb expects a size above 0 in MiB but got {chunk_mb!r}. Leave it out for 16.")
-            described = describe(placement.shard, placement.layout, self.optim.state)
-        self._board.agree("consolidate_state_dict", [("argument", {"to": str(to), "chunk_mb": str(chunk_mb)})])
+            described = describe(sharded.pieces, sharded.layout, self.optim.state)
+        self.engine.consensus.check_equal(
+            "consolidate_state_dict", [("argument", {"to": str(to), "chunk_mb": str(chunk_mb)})]
+        )
         chunk = max(int(chunk_mb * 2**20), 1)
-        with self._undone_everywhere("consolidate_state_dict"):
+        with self.engine.consensus.reporting("consolidate_state_dict"):
             states = self._collect(described, to, chunk)
             self._bring_options(to)
-        self._board.agree("consolidate_state_dict", [("outcome", {"done": "True"})])
+        self.engine.consensus.check_equal("consolidate_state_dict", [("outcome", {"done": "True"})])
         if self.rank == to:
             states.update((key, value) for key, value in self.optim.state.items() if not isinstance(key, Tensor))
         self._status.collected(to, states)
@@ -96,14 +104,14 @@ class ShardedState(Optimizer):
         Collective: call on every rank of the group, with the same full dict, which is not changed. Each rank takes
         copies of its pieces. If it fails on a rank it fails on all, and nothing is changed anywhere.
         """
-        with self._undone_everywhere("load_state_dict"):
+        with self.engine.consensus.reporting("load_state_dict"):
             state_dict = dcp_requests.unflattened(plain.outer_copy(state_dict))
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 changed = pre_hook(self, state_dict)
                 state_dict = state_dict if changed is None else changed
-            undo = plain.load_local(state_dict, self.param_groups, self._placed, self.optim)
+            undo = plain.load_local(state_dict, self.param_groups, self.engine.sharded, self.optim)
         try:
-            self._board.agree("load_state_dict", plain.facts_of(state_dict))
+            self.engine.consensus.check_equal("load_state_dict", plain.facts_of(state_dict))
         except BaseException:
             undo()
             raise
@@ -114,22 +122,24 @@ class ShardedState(Optimizer):
 
     def _form_for_dcp(self, wanted: dcp_requests.Request) -> dict[str, Any]:
         """What torch's checkpoint functions get from ``state_dict``. Collective, as those functions are."""
-        placement = self._placed
+        sharded = self.engine.sharded
         if wanted.loading is not None:
-            states: dict[Any, Any] = dcp_requests.template(self._group, wanted, self._all_params[0].device)
+            states: dict[Any, Any] = dcp_requests.template(
+                self.engine.sharded.group, wanted, self._all_params[0].device
+            )
         elif wanted.full:
-            with self._undone_everywhere("get_optimizer_state_dict"):
-                described = describe(placement.shard, placement.layout, self.optim.state)
-            self._board.agree("get_optimizer_state_dict", [])
+            with self.engine.consensus.reporting("get_optimizer_state_dict"):
+                described = describe(sharded.pieces, sharded.layout, self.optim.state)
+            self.engine.consensus.check_equal("get_optimizer_state_dict", [])
             # Where DCP wants it is said by global rank, which is ours only if the group is everybody.
-            to = 0 if wanted.offload and collectives.is_everybody(self._group) else None
+            to = 0 if wanted.offload and process_group.is_everybody(self.engine.sharded.group) else None
             # Contiguous: torch's broadcast_from_rank0 mixes up the elements of what is not.
             states = map_tensors(self._collect(described, to), Tensor.contiguous)
             self._bring_options(to)
         else:
-            entries = named.sharded_states(placement, self.optim, blanks=True)
-            states = {index: entries.get(index, {}) for index in placement.params}
-        return plain.plain_form(self.param_groups, Snapshot((self.rank,), states), self.rank)
+            entries = named.sharded_states(sharded, self.optim, blanks=True)
+            states = {index: entries.get(index, {}) for index in sharded.params}
+        return plain.plain_form(self.param_groups, Snapshot(0, (self.rank,), states), self.rank)
 
     def sharded_state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
         """The state by parameter name, in pieces, for ``torch.distributed.checkpoint``: to save, or to load into.
@@ -142,7 +152,7 @@ class ShardedState(Optimizer):
             model: whose names to use; without it those that the optimizer was built with, or positions.
         """
         names = names_of(self.param_groups, model)
-        return named.named_form(self.param_groups, names, self._placed, self.optim, blanks=True)
+        return named.named_form(self.param_groups, names, self.engine.sharded, self.optim, blanks=True)
 
     def load_sharded_state_dict(
         self, state_dict: dict[str, Any], model: torch.nn.Module | None = None, strict: bool = True
@@ -157,19 +167,19 @@ class ShardedState(Optimizer):
             strict: ValueError if the names differ. Otherwise what is missing starts empty and the rest is ignored.
         """
         call = "load_sharded_state_dict"
-        with self._undone_everywhere(call):
+        with self.engine.consensus.reporting(call):
             names = names_of(self.param_groups, model)
-            parts = named.loadable(state_dict, self.param_groups, names, self._placed, strict)
-            undo = plain.load_pieces(*parts, self._placed, self.optim)
+            parts = named.loadable(state_dict, self.param_groups, names, self.engine.sharded, strict)
+            undo = plain.load_pieces(*parts, self.engine.sharded, self.optim)
         try:
-            self._board.agree(call, plain.facts_of({"param_groups": parts.options, "state": {}}))
+            self.engine.consensus.check_equal(call, plain.facts_of({"param_groups": parts.options, "state": {}}))
         except BaseException:
             undo()
             raise
         plain.load_options(parts.options, self.param_groups, self.optim.param_groups)
         found = any(parts.entries.values()) or bool(parts.others)
         if self.world_size > 1:  # a rank may own nothing of what the others have found
-            found = any(row[0] for row in collectives.all_gather_ints(self._group, [found]))
+            found = any(row[0] for row in collectives.all_gather_ints(self.engine.sharded.group, [found]))
         self._status.changed(has_state=found)
 
     def full_state(self, param: Tensor) -> dict[str, Any]:
@@ -177,17 +187,17 @@ class ShardedState(Optimizer):
 
         Collective: call on every rank of the group, with the same parameter.
         """
-        placement = self._placed
+        sharded = self.engine.sharded
         index = self._index_of(param, "full_state")
-        with self._undone_everywhere("full_state"):
-            described = describe(placement.shard, placement.layout, self.optim.state, only=index)
-        self._board.agree("full_state", [("argument", {"param": placement.layout.spec_of[index].label})])
+        with self.engine.consensus.reporting("full_state"):
+            described = describe(sharded.pieces, sharded.layout, self.optim.state, only=index)
+        self.engine.consensus.check_equal("full_state", [("argument", {"param": sharded.layout.spec_of[index].label})])
         states = self._collect(described, to=None)
         return states.get(index, {})
 
     def _index_of(self, param: Any, call: str) -> int:
-        with self._undone_everywhere(call):
-            index = self._placed.index_of.get(param) if isinstance(param, Tensor) else None
+        with self.engine.consensus.reporting(call):
+            index = self.engine.sharded.index_of.get(param) if isinstance(param, Tensor) else None
             if index is None:
                 told = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
                 raise ValueError(
@@ -197,30 +207,31 @@ class ShardedState(Optimizer):
             return index
 
     def _collect(self, described: Any, to: int | None, chunk_bytes: int = 2**24) -> dict[Any, Any]:
-        placement = self._placed
+        sharded = self.engine.sharded
         return collect(
-            self._group,
-            placement.layout,
+            self.engine.sharded.group,
+            sharded.layout,
             described,
             to=to,
             chunk_bytes=chunk_bytes,
-            find_class=placement.find_state_class,
+            find_class=sharded.find_state_class,
         )
 
     def _bring_options(self, to: int | None) -> None:
         """Some optimizers write nothing into a group that is empty, as it is where a rank has no piece of it."""
-        for position, owners in enumerate(self._placed.group_owners()):
+        for position, owners in enumerate(self.engine.sharded.group_owners()):
             lacks = len(owners) < self.world_size if to is None else to not in owners
             if not owners or not lacks:
                 continue
             options = {} if self.rank != owners[0] else options_of(self.optim.param_groups[position])
-            told = collectives.move_json(self._group, encode_options(options), owners[0], to)
+            told = collectives.move_json(self.engine.sharded.group, encode_options(options), owners[0], to)
             if told is not None and self.rank not in owners:
-                users = self.defaults.keys() | self._placed.given_options(position)  # the same on every rank
+                # What users gave is the same on every rank.
+                users = self.defaults.keys() | self.engine.sharded.builder.given_options(position)
                 found = {key: value for key, value in decode_options(told).items() if key not in users}
                 self.optim.param_groups[position].update(found)
                 self.param_groups[position].update(
-                    (key, value) for key, value in found.items() if key not in self._placed.notes
+                    (key, value) for key, value in found.items() if key not in self.engine.sharded.builder.notes
                 )
 
     @property
@@ -240,38 +251,23 @@ class ShardedState(Optimizer):
             if entry:
                 view[key] = entry
 
-    def _expose_state(self) -> None:
-        placement = self._placed
-        owned = {placement.params[index]: tensor for index, tensor in placement.shard.tensors.items()}
-        # A real reference would keep all state alive until the garbage collector comes.
-        local, status = weakref.proxy(self.optim), weakref.proxy(self._status)
-        self._status.view = StateView(self._all_params, owned, lambda: local.state, lambda: status.changed())
-
     # --- inside ---------------------------------------------------------------------------------------------------
+
+    def _set_up_state(self) -> None:
+        """When the optimizer is built or copied, and has its engine."""
+        self._status = Status(self.engine.progress)
+        self._expose_state()
+
+    def _expose_state(self) -> None:
+        sharded = self.engine.sharded
+        owned = {sharded.params[index]: tensor for index, tensor in sharded.pieces.tensors.items()}
+        self._status.view = StateView(self._all_params, owned, self.optim, self.engine.progress)
+
+    @property
+    def saves(self) -> dict[str, Any]:
+        """What ``shardstep.checkpoint`` keeps about this optimizer; no part of the API."""
+        return self._status.saves
 
     @property
     def _all_params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
-
-    @property
-    def _placed(self) -> Placement:
-        assert self._placement is not None
-        return self._placement
-
-    @property
-    def _board(self) -> Board:
-        assert self._meeting_place is not None
-        return self._meeting_place
-
-    @contextmanager
-    def _undone_everywhere(self, call: str, process_group: Any = None) -> Iterator[None]:
-        """If this rank fails here, tell the ranks that wait for it, before the error goes on to the user."""
-        try:
-            yield
-        except Exception as error:
-            board = self._meeting_place
-            if board is None and collectives.is_member(process_group):
-                board = Board(collectives.open_group(process_group))
-            if board is not None:
-                board.fail(call, error)
-            raise

@@ -1,48 +1,77 @@
-"""What changes about a sharded optimizer after it was built, in one object.
+"""What changes about the state of a sharded optimizer after it was built, in one object.
 
 Lightning's and Fabric's wrappers are of our class, find our attributes on the optimizer inside, and keep for themselves
-whatever a method sets. So no method sets an attribute: it changes this object, which the wrapper and the optimizer
-inside share. ``tests/test_architecture.py`` asserts it.
+whatever a method sets. So no method sets an attribute: it changes this object, or the engine, which the wrapper and the
+optimizer inside share. ``tests/test_architecture.py`` asserts it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from shardstep.state.collect import StateView
+from shardstep.params.progress import Progress
+from shardstep.state.view import StateView
 
 
 class Snapshot(NamedTuple):
-    """The full state, collected. Forgotten as soon as anything changes."""
+    """The full state, collected. Stale as soon as anything changes."""
 
+    version: int  # of the state, see Progress
     to: tuple[int, ...]  # the ranks that have it, in the order in which they got it
     states: dict[Any, Any]  # by parameter index; empty unless this rank has it
 
 
-@dataclass
-class Status:
-    """What changes about one optimizer, on this rank."""
+class PortableStatus(NamedTuple):
+    """What a copy of the optimizer takes along."""
 
-    snapshot: Snapshot | None = None
-    has_state: bool = False  # whether any rank may hold state
-    recipient: int = 0  # who collected the state last: whoever that was will save it
-    view: StateView | None = None
-    lazy: Any = None  # gathers that the last step left under way
-    failure: str = ""  # how the last step failed, if it did
-    gather_failed: bool = False
-    has_hook: bool = False  # a DDP hook was made for it (see overlap.py)
-    steps_in_backward: bool = False  # and DDP has called it
-    divide_by_initial_world_size: bool = True  # in a Join context
-    # What checkpoint.py keeps: "pending", the save in the background; "side", where the ranks meet for saves.
-    checkpoints: dict[str, Any] = field(default_factory=dict)
+    snapshot: Snapshot | None
+    has_state: bool
+    recipient: int
+
+
+class Status:
+    """What changes about one optimizer's state, on this rank."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._snapshot: Snapshot | None = None
+        self.recipient = 0  # who collected the state last: whoever that was will save it
+        self.view: StateView | None = None
+        self.saves: dict[str, Any] = {}  # what shardstep.checkpoint keeps about the optimizer
+
+    @property
+    def snapshot(self) -> Snapshot | None:
+        """The full state, unless it has changed since it was collected."""
+        fresh = self._snapshot is not None and self._snapshot.version == self._progress.version
+        return self._snapshot if fresh else None
+
+    @property
+    def has_state(self) -> bool:
+        """Whether any rank may hold state."""
+        return self._progress.has_state
 
     def changed(self, has_state: bool = True) -> None:
         """The state is another one now: what was collected is stale."""
-        self.snapshot, self.has_state = None, has_state
+        self._snapshot = None
+        self._progress.changed(has_state)
+
+    def forget(self) -> None:
+        """What was collected lacks something, although nothing has changed."""
+        if self.snapshot is not None:
+            self.changed()
 
     def collected(self, to: int, states: dict[Any, Any]) -> None:
         """Rank ``to`` has the full state. Ranks that collected the same state before keep theirs."""
-        before = self.snapshot or Snapshot((), {})
-        self.snapshot = Snapshot((*(rank for rank in before.to if rank != to), to), states or before.states)
+        before = self.snapshot or Snapshot(self._progress.version, (), {})
+        ranks = (*(rank for rank in before.to if rank != to), to)
+        self._snapshot = Snapshot(self._progress.version, ranks, states or before.states)
         self.recipient = to
+
+    def portable(self) -> PortableStatus:
+        return PortableStatus(self.snapshot, self.has_state, self.recipient)
+
+    def restore(self, status: PortableStatus) -> None:
+        """After copy or pickle."""
+        self._progress.has_state, self.recipient = status.has_state, status.recipient
+        if status.snapshot is not None:
+            self._snapshot = status.snapshot._replace(version=self._progress.version)

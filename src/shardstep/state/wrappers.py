@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from shardstep.params.local_optimizer import inner_optimizers
-from shardstep.state.state_dicts import ShardedState
+from shardstep.state.state_dicts import ShardedOptimizer
 
 # Wrappers that keep no state of their own and have the optimizer inside as ``.optimizer``. By name: none of these
 # packages is imported here.
@@ -25,7 +25,7 @@ def unwrapped(optimizer: Any) -> Any:
     """The optimizer itself. TypeError, which names the wrapper, if it is inside of one that is not known."""
     while any((kind.__module__, kind.__name__) in _TRANSPARENT for kind in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
-    if isinstance(optimizer, ShardedState):
+    if isinstance(optimizer, ShardedOptimizer):
         return optimizer
     for name, inner in inner_optimizers(optimizer):
         raise TypeError(

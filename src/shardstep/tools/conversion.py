@@ -18,13 +18,13 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardstep.checkpoint import keys
 from shardstep.checkpoint.keys import WHOLE, key_of
 from shardstep.checkpoint.load_job import OPTIM, Checkpoint
-from shardstep.checkpoint.save_job import Contribution, Saving
+from shardstep.checkpoint.save_job import Contribution, SaveJob
 from shardstep.checkpoint.storage.manifest import CheckpointError
 from shardstep.checkpoint.storage.reader import put
 from shardstep.checkpoint.storage.torch_file import WINDOW_BYTES, bytes_in, memory_of, patch_checksums
 from shardstep.comm.codec import is_live_only
-from shardstep.comm.collectives import alone
-from shardstep.comm.consensus import Board
+from shardstep.comm.consensus import RankConsensus
+from shardstep.comm.process_group import alone
 from shardstep.params import tensor_subclasses
 from shardstep.state.named import map_leaves
 from shardstep.state.plain import MARK, recipients
@@ -270,7 +270,7 @@ def from_plain(source: Path, directory: Path, key: str, progress: Progress) -> s
         raise CheckpointError(f"{source} cannot be read as plain data that torch.save wrote: {reason}") from error
     form = _optimizer_in(form, source, key)
     group = alone()
-    Saving(directory, _PlainContribution(form), group, Board(group), progress=progress).run()
+    SaveJob(directory, _PlainContribution(form), group, RankConsensus(group), progress=progress).run()
     count = sum(len(group["params"]) for group in form["param_groups"])
     if count and not any(not isinstance(entry, Mapping) or entry for entry in form["state"].values()):
         return (

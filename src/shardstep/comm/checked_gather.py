@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 
 from shardstep.comm import collectives
-from shardstep.comm.collectives import Group
-from shardstep.comm.consensus import Board
+from shardstep.comm.consensus import RankConsensus
+from shardstep.comm.process_group import Group
 
 
-class Reads:
+class CheckedGather:
     """Where the ranks of one optimizer read what they hold together."""
 
-    def __init__(self, group: Group, board: Board) -> None:
-        self._group, self._board = group, board
+    def __init__(self, group: Group, consensus: RankConsensus) -> None:
+        self._group, self._consensus = group, consensus
 
     def gather(self, what: str, value: Tensor) -> Tensor:
         """Collective: call on every rank of the group, with the same ``what``. Everybody's ``value`` (0-dim), by rank.
@@ -36,9 +36,9 @@ class Reads:
         try:
             rows = collectives.all_gather_rows(self._group, row)
         except RuntimeError as error:
-            raise RuntimeError(self._board.absence(what, error)) from error
+            raise RuntimeError(self._consensus.explain_absence(what, error)) from error
         if not checked:
             return rows.view(-1)
         if (rows[:, 0] != purpose).any():
-            self._board.agree("reading a sharded gradient", [("call", {"read": what})])
+            self._consensus.check_equal("reading a sharded gradient", [("call", {"read": what})])
         return rows[:, 1].to(value.dtype)

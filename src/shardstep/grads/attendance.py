@@ -1,0 +1,34 @@
+"""Who takes part when gradients are reduced. All ranks do, except in a Join context (``join.py``)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+
+class Roll(NamedTuple):
+    """What the ranks know of each other at the start of a round of reductions."""
+
+    divisor: int  # by which sums are divided
+    iteration: int | None = None  # in a Join context: the one that the ranks with inputs are in
+    most_sent: int | None = None  # if an iteration was aborted: how many buckets the rank ahead has sent
+
+
+class JoinEnded(RuntimeError):
+    """A rank has run out of inputs, and the Join context is to end early, on all ranks."""
+
+
+class Attendance(Protocol):
+    """Asked before every collective of the gradients, so that ranks without inputs take part."""
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether ranks may have run out of inputs."""
+
+    def call_roll(self, iteration: int, aborted: bool, sent: int) -> Roll:
+        """Collective. Before a round. JoinEnded if it is not to begin."""
+
+    def announce_clipping(self, max_norm: float, order: float) -> None:
+        """Collective. Before the norm of all gradients is computed."""
+
+    def announce_unscaling(self, scale: float, index: int) -> None:
+        """Collective. Before gradients like those of parameter ``index`` are multiplied."""

@@ -1,0 +1,217 @@
+"""Gradients as DDP's buckets hold them during backward, reduced: for the hooks of ``ddp_hooks.py``.
+
+DDP hands over its buckets one by one as backward fills them. When all parameters of one of *our* buckets are there,
+that bucket can be stepped. Our buckets do not depend on DDP's: nothing is lost when DDP rebuilds its own.
+
+[Note: the model's gradients]
+``param.grad`` belongs to autograd and DDP until backward is over. The local optimizer has tensors of its own over the
+parameters' memory, and their gradients are views of DDP's reduced bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+from torch import Tensor
+
+from shardstep.comm import collectives
+from shardstep.comm.collectives import GradBucket
+from shardstep.comm.process_group import Group, open_side_group
+from shardstep.grads.gradient_hooks import GradientHooks
+from shardstep.grads.parameter_gradients import ParameterGradients
+from shardstep.params.sharded_parameters import ShardedParameters
+
+
+class HookState(Enum):
+    NONE = auto()  # no hook was made for the optimizer: ``step`` steps
+    MADE = auto()  # one was, but DDP has not called it: it may never be registered
+    CALLED = auto()  # the step is made in backward
+
+
+@dataclass
+class _Backward:
+    """What has come in one backward."""
+
+    gradients: dict[int, Tensor | None]  # reduced, by parameter
+    held: frozenset[int]  # parameters that DDP does not know about
+    missing: dict[int, set[int]]  # by bucket of ours: the parameters that DDP has not reduced yet
+
+
+class DdpBucketGradients(ParameterGradients):
+    """Before a hook was called, and outside of backward, ``param.grad``; within backward, DDP's buckets."""
+
+    def __init__(self, sharded: ShardedParameters) -> None:
+        """Collective: gathers have a process group of their own, apart from DDP's reductions."""
+        super().__init__(sharded)
+        sharded.gather_through(open_side_group(sharded.group))
+        self._hook = HookState.NONE
+        self._usage: ParameterUsage | None = None
+        self._backward: _Backward | None = None
+
+    @property
+    def steps_in_backward(self) -> bool:  # type: ignore[override]
+        return self._hook is HookState.CALLED
+
+    def attach(self, usage: ParameterUsage | None) -> None:
+        """A hook was made. ``usage``: finds out which parameters are used, if some may not be."""
+        if self._hook is HookState.NONE:
+            self._hook = HookState.MADE
+        self._usage = usage
+        self.extend()
+
+    def called(self) -> None:
+        """DDP has called the hook. Only now: one that was never registered must not stop ``step``."""
+        self._hook = HookState.CALLED
+
+    def begin(self) -> None:
+        """A backward has begun, and a step in it."""
+        sharded = self._sharded
+        active = dict(zip(sharded.params, sharded.active, strict=True))
+        # A frozen parameter that holds a gradient all the same is stepped with it; DDP does not know about it.
+        held: dict[int, Tensor | None] = {
+            index: param.grad
+            for index, param in sharded.params.items()
+            if active[index] and not param.requires_grad and param.grad is not None
+        }
+        missing = {
+            position: {index for index in sharded.layout.buckets[position].params if active[index]} - held.keys()
+            for position in sharded.plan.active_buckets
+        }
+        self._backward = _Backward(held, frozenset(held), missing)
+
+    def take(self, bucket: GradBucket, reduced: Tensor) -> list[int]:
+        """One of DDP's buckets was reduced. Return which buckets of ours are complete with it, in order.
+
+        Collective if parameters may be unused.
+        """
+        assert self._backward is not None
+        index_of, backward = self._sharded.index_of, self._backward
+        found = [
+            (index_of[param], param, view)
+            for param, view in _views(bucket, reduced)
+            if param in index_of and index_of[param] not in backward.held
+        ]
+        backward.gradients.update({index: view for index, _, view in found})
+        if self._usage is not None:
+            backward.gradients.update(self._usage.gradients(found))
+        touched = set()
+        for index, _, _ in found:
+            position = self._sharded.layout.bucket_of[index]
+            backward.missing.get(position, set()).discard(index)
+            touched.add(position)
+        complete = [position for position in sorted(touched) if backward.missing.get(position) == set()]
+        for position in complete:
+            del backward.missing[position]
+        return complete
+
+    def check_complete(self) -> None:
+        """RuntimeError if DDP has not reduced the gradient of a parameter that is to be stepped."""
+        assert self._backward is not None
+        for _, missing in sorted(self._backward.missing.items()):
+            if missing:
+                label = self._sharded.layout.spec_of[min(missing)].label
+                raise RuntimeError(
+                    f"{label} expects its gradient from DDP, but DDP did not reduce it. Give the optimizer parameters "
+                    "of the DDP module only, and wrap the model after unfreezing."
+                )
+
+    def bind(self, positions: Iterable[int]) -> None:
+        if self._backward is None:
+            super().bind(positions)
+            return
+        for position in positions:
+            for piece in self._sharded.layout.buckets[position].pieces(self._sharded.rank):
+                gradient = self._backward.gradients.get(piece.param)
+                if gradient is not None and not piece.whole:
+                    gradient = gradient.reshape(-1)[piece.start : piece.stop]
+                self._sharded.pieces.tensors[piece.param].grad = gradient
+
+    def release(self) -> None:
+        super().release()
+        self._backward = None
+
+    def stepped(self) -> None:
+        if self._usage is not None:
+            self._usage.forget()
+
+    def extend(self) -> None:
+        if self._usage is not None:
+            self._usage.extend()
+
+    def clip(self, params: Sequence[Tensor], max_norm: float, order: float, error_if_nonfinite: bool) -> Tensor:
+        if self._hook is not HookState.NONE:
+            raise RuntimeError(
+                "clip_grad_norm_ expects gradients that were not used yet, but with a DDP hook the step is made during "
+                "backward. Drop overlap_with_ddp to clip."
+            )
+        return super().clip(params, max_norm, order, error_if_nonfinite)
+
+    def check_copyable(self) -> None:
+        if self._hook is not HookState.NONE:
+            raise RuntimeError(
+                "a copy expects an optimizer without hooks on its parameters, but overlap_with_ddp has some. Copy its "
+                "state dict instead."
+            )
+
+
+class ParameterUsage:
+    """Which parameters were used in an iteration, here and elsewhere. DDP finds out too, but does not tell in time."""
+
+    def __init__(self, sharded: ShardedParameters, group: Group, as_view: bool) -> None:
+        """``group``: the ranks that DDP reduces over. ``as_view``: whether its gradients are views of its buckets."""
+        self._sharded = sharded
+        self._group = group
+        self._as_view = as_view
+        self._here: set[int] = set()
+        self._hooks = GradientHooks(self, ParameterUsage._note)
+
+    def extend(self) -> None:
+        """Also of parameters that were added."""
+        self._hooks.extend(self._sharded.params)
+
+    def _note(self, index: int, param: Tensor) -> None:
+        self._here.add(index)
+
+    def forget(self) -> None:
+        """The iteration is over."""
+        self._here.clear()
+
+    def gradients(self, found: Sequence[tuple[int, Tensor, Tensor]]) -> list[tuple[int, Tensor | None]]:
+        """Collective. The gradients to step with, for (index, parameter, reduced gradient).
+
+        A parameter that no rank has used keeps the gradient that it has, as in DDP: usually none.
+        """
+        here = [int(index in self._here) for index, _, _ in found]
+        used = list(map(any, zip(*collectives.all_gather_ints(self._group, here), strict=True))) if found else []
+        return [
+            (index, reduced if is_used or (self._as_view and param.grad is not None) else param.grad)
+            for (index, param, reduced), is_used in zip(found, used, strict=True)
+        ]
+
+
+def _views(bucket: GradBucket, reduced: Any) -> list[tuple[Tensor, Tensor]]:
+    """The parameters of a bucket, each with its gradient: a view of the reduced buffer, laid out as DDP does.
+
+    That is in the order of the parameter's own memory if it is dense. (``bucket.gradients()`` knows offsets only.)
+    """
+    views = []
+    buffer = bucket.buffer()
+    for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
+        offset = gradient.storage_offset() - buffer.storage_offset() + reduced.storage_offset()
+        stride = param.stride() if _is_dense(param) else gradient.stride()
+        view = reduced.as_strided(gradient.size(), stride, offset)
+        views.append((param, view if view.dtype == param.dtype else view.to(param.dtype)))
+    return views
+
+
+def _is_dense(param: Tensor) -> bool:
+    """Whether the elements lie side by side, in any order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True

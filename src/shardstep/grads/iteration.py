@@ -1,0 +1,142 @@
+"""One iteration of ``shard_gradients``: what is collected and under way between two calls of ``zero_grad``.
+
+``zero_grad`` throws the object away and begins another one. What was sent for it and is still under way is recognised
+by it as being over.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
+
+from torch import Tensor
+
+from shardstep.grads.reduce_scatter import ReduceScatter
+from shardstep.grads.shards import BucketShard
+
+
+class IterationState(Enum):
+    COLLECTING = auto()  # no round is open
+    REDUCING = auto()  # a round is open: its buckets are sent as they become complete
+    STALLED = auto()  # another rank was waited for in vain within backward; the first use of a gradient waits longer
+    LOST = auto()  # another rank has aborted this iteration
+    ABORTED = auto()  # thrown away
+
+
+_NEXT = {
+    IterationState.COLLECTING: {IterationState.REDUCING, IterationState.STALLED},
+    IterationState.REDUCING: {IterationState.COLLECTING, IterationState.STALLED},
+    IterationState.STALLED: {IterationState.REDUCING, IterationState.COLLECTING},
+    IterationState.LOST: set(),
+    IterationState.ABORTED: set(),
+}
+
+
+class RoundPlan(NamedTuple):
+    """The buckets of a round, for the parameters that are trained now."""
+
+    trained: list[bool]  # by parameter
+    counts: list[int]  # by bucket: how many of its parameters are trained
+    sequence: list[int]  # the buckets to send, in the order in which all ranks send them
+
+
+@dataclass
+class Round:
+    """One reduction of every bucket that has a parameter to train."""
+
+    sequence: Sequence[int]
+    waiting: list[int]  # by bucket: how many of its parameters have not come; below 0: it was sent
+    divisor: int
+    sent: int = 0  # of the sequence
+    seen: set[int] = field(default_factory=set)  # the parameters that have come
+
+    @property
+    def is_sent(self) -> bool:
+        return self.sent >= len(self.sequence)
+
+    @property
+    def next(self) -> int:
+        """The bucket to send next."""
+        return self.sequence[self.sent]
+
+    def has_sent(self, position: int) -> bool:
+        return self.waiting[position] < 0
+
+    def mark_sent(self) -> None:
+        """The next bucket was sent."""
+        self.waiting[self.next] = -1
+        self.sent += 1
+
+
+class Iteration:
+    """What belongs to one iteration, on this rank."""
+
+    def __init__(self, number: int, after_abort: bool = False) -> None:
+        self.number = number  # counted by zero_grad, alike on all ranks
+        self.after_abort = after_abort  # the one before was aborted: compare with the other ranks before the next round
+        self.has_stepped = False
+        self.arrived: dict[int, Tensor] = {}  # gradients that were not sent yet
+        self.fresh: set[int] = set()  # parameters with a new gradient, to which nothing earlier is added
+        self.round: Round | None = None  # the last one
+        self.resend: deque[InFlight] = deque()  # to be sent again, see reducer.py
+        self.misses = 0  # how often in a row the ranks were in this iteration, but in different buckets
+        self.behind: list[int] = []  # ranks that were last met in an earlier iteration
+        self._state = IterationState.COLLECTING
+
+    @property
+    def state(self) -> IterationState:
+        return self._state
+
+    @property
+    def is_over(self) -> bool:
+        """Whether nothing of it is of use any more."""
+        return self._state in (IterationState.LOST, IterationState.ABORTED)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether buckets of its round are still to be sent."""
+        sending = self._state in (IterationState.REDUCING, IterationState.STALLED)
+        return sending and self.round is not None and not self.round.is_sent
+
+    def become(self, state: IterationState) -> None:
+        """Change the state. Whoever is over stays so, because another rank may say that at any time."""
+        if self.is_over or state is self._state:
+            return
+        if state not in _NEXT[self._state]:
+            raise AssertionError(f"an iteration that is {self._state} cannot become {state}")
+        self._state = state
+
+    def lose(self) -> None:
+        """Another rank has aborted it."""
+        self._state = IterationState.LOST
+        self.arrived.clear()
+
+    def abort(self) -> None:
+        self._state = IterationState.ABORTED
+
+    def continued(self) -> Iteration:
+        """The next one, with the gradients that were not sent in this."""
+        following = Iteration(self.number + 1)
+        following.has_stepped = self.has_stepped
+        following.arrived, following.fresh = self.arrived, self.fresh
+        return following
+
+
+@dataclass
+class InFlight:
+    """A bucket that was sent, and what to do with what arrives."""
+
+    shard: BucketShard
+    scatter: ReduceScatter
+    kept: set[int]  # parameters to whose reduced gradient this one is added
+    here: list[bool] | None  # for which parameters this rank had a gradient; None: for all
+    divisor: int
+    iteration: Iteration
+    superseded: bool = False  # thrown away, or sent again
+
+    @property
+    def is_over(self) -> bool:
+        return self.superseded or self.iteration.is_over

@@ -1,0 +1,53 @@
+"""Gradients as DDP, or the user, leaves them on the parameters: whole, and the same on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from shardstep.grads import clipping
+from shardstep.grads.norms import local_norm, wide_dtype
+from shardstep.grads.source import GradientSource
+from shardstep.params.sharded_parameters import ShardedParameters
+
+
+class ParameterGradients(GradientSource):
+    """``param.grad``. A piece that is its whole parameter has it already; a cut one gets its slice of it."""
+
+    def __init__(self, sharded: ShardedParameters) -> None:
+        self._sharded = sharded
+
+    def bind(self, positions: Iterable[int]) -> None:
+        for position in positions:
+            for param, tensor, where in self._sharded.pieces.separate(position):
+                tensor.grad = param.grad if where is None else _slice(param, where)
+
+    def release(self) -> None:
+        self._sharded.pieces.release_gradients()
+
+    def check(self) -> None:
+        self._sharded.check_still_trained()
+
+    def clip(self, params: Sequence[Tensor], max_norm: float, order: float, error_if_nonfinite: bool) -> Tensor:
+        gradients = [param.grad for param in params if param.grad is not None]
+        device = params[0].device if params else torch.device("cpu")
+        norm = local_norm(gradients, order, device, wide_dtype(params))
+        clipping.scale(gradients, norm, max_norm, order, error_if_nonfinite)
+        return norm
+
+    def full(self, index: int) -> Tensor | None:
+        return self._sharded.params[index].grad
+
+
+def _slice(param: Tensor, where: slice) -> Tensor | None:
+    gradient = param.grad
+    if gradient is None:
+        return None
+    if gradient.layout is not torch.strided:
+        raise RuntimeError(
+            f"step expects dense gradients but got {gradient.layout} for a parameter of shape {tuple(param.shape)}. "
+            "Make the gradient dense (for an embedding: sparse=False)."
+        )
+    return gradient.detach().reshape(-1)[where]

@@ -1,0 +1,192 @@
+"""Gradients that the optimizer reduces itself, during backward, and keeps this rank's share of (ZeRO-2).
+
+Three parts: the scheduler decides during backward what is sent when, the reducer has it under way, the shards are what
+arrived. This is the front of them: what a step, a user or ``param.grad`` asks for, it completes first.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from shardstep.comm import collectives
+from shardstep.comm.checked_gather import CheckedGather
+from shardstep.comm.consensus import RankConsensus
+from shardstep.comm.process_group import open_side_group
+from shardstep.grads import clipping
+from shardstep.grads.attendance import Attendance, Roll
+from shardstep.grads.norms import norm_over_ranks, wide_dtype
+from shardstep.grads.reducer import GradientReducer
+from shardstep.grads.scheduler import BackwardScheduler
+from shardstep.grads.settings import ReduceSettings
+from shardstep.grads.shards import GradientShards
+from shardstep.grads.source import GradientSource
+from shardstep.params.sharded_parameters import ShardedParameters
+
+
+class ReducedGradients(GradientSource):
+    """Sharded gradients. Also the owner of every ``ShardedGradient`` (see there)."""
+
+    calls_roll = True
+
+    def __init__(
+        self,
+        sharded: ShardedParameters,
+        consensus: RankConsensus,
+        settings: ReduceSettings,
+        attendance: Attendance,
+        broadcasts: bool,
+    ) -> None:
+        """Collective: reductions have a process group of their own, so that they block no other collectives."""
+        self._sharded = sharded
+        self._group = sharded.group
+        self._consensus = consensus
+        self._attendance = attendance
+        self._broadcasts = broadcasts  # parameters start as rank 0 has them
+        self._settings = settings
+        self._ranks = CheckedGather(sharded.group, consensus)
+        self._shards = GradientShards(sharded, settings.reduce_dtype)
+        self._reducer = GradientReducer(sharded, self._shards, open_side_group(sharded.group), consensus, settings)
+        self._scheduler = BackwardScheduler(sharded, self._shards, self._reducer, settings, attendance)
+
+    # --- for the engine -------------------------------------------------------------------------------------------
+
+    def bind(self, positions: Iterable[int]) -> None:
+        self.complete()
+        for position in positions:
+            self._shards.bind(position)
+
+    def release(self) -> None:
+        self._sharded.pieces.release_gradients()
+
+    def stepped(self) -> None:
+        self._reducer.iteration.has_stepped = True
+
+    def extend(self) -> None:
+        if self._shards.buckets:
+            # What an aborted iteration has left under way belongs to the old buckets.
+            sent = collectives.all_gather_ints(self._group, [self._reducer.sent])
+            self._scheduler.catch_up(max(row[0] for row in sent))
+        self._shards.extend(weakref.proxy(self))
+        self._scheduler.extend()
+
+    def adopt(self, params: Sequence[Tensor]) -> None:
+        if self._broadcasts:
+            collectives.copy_from_rank_0(self._group, params)
+
+    # --- for the user ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def cleared(self, set_to_none: bool) -> Iterator[None]:
+        exposed = self._shards.hide()
+        yield
+        self._scheduler.clear(keep=[] if set_to_none else exposed)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        before, self._scheduler.syncs = self._scheduler.syncs, False
+        try:
+            yield
+        finally:
+            self._scheduler.syncs = before
+
+    def clip(self, params: Sequence[Tensor], max_norm: float, order: float, error_if_nonfinite: bool) -> Tensor:
+        self.complete()
+        self._attendance.announce_clipping(max_norm, order)
+        return self.clip_announced(params, max_norm, order, error_if_nonfinite)
+
+    def clip_announced(
+        self, params: Sequence[Tensor], max_norm: float, order: float, error_if_nonfinite: bool
+    ) -> Tensor:
+        """Collective. ``clip``, of which ranks that have joined know."""
+        gradients = self._shards.tensors()
+        device = params[0].device if params else torch.device("cpu")
+        norm = norm_over_ranks(self._ranks, "clip_grad_norm_", gradients, order, device, wide_dtype(params))
+        clipping.scale(gradients, norm, max_norm, order, error_if_nonfinite)
+        return norm
+
+    def full(self, index: int) -> Tensor | None:
+        label = self._sharded.layout.spec_of[index].label
+        self._consensus.check_equal("full_grad", [("argument", {"param": label})])
+        self.complete()
+        if not self._shards.has(index):
+            return None
+        param, local = self._sharded.params[index], self._shards.local(index)
+        whole = torch.empty(param.numel(), dtype=self._shards.dtype_of(index), device=param.device)
+        for rank, piece in self._sharded.layout.pieces_of(index):
+            span = whole[piece.start : piece.stop]
+            if rank == self._group.rank and local is not None:
+                span.copy_(local)
+            collectives.move(self._group, span.view(torch.uint8), rank, None)
+        return whole.view(param.shape)
+
+    def tensors(self) -> list[Tensor]:
+        return [*self._shards.tensors(), *self._reducer.tensors()]
+
+    def check_params(self, params: Iterable[Tensor]) -> None:
+        self._settings.check_params(params)
+
+    def check_copyable(self) -> None:
+        raise RuntimeError(
+            "a copy expects an optimizer without hooks on its parameters, but shard_gradients has some. Copy its state "
+            "dict instead."
+        )
+
+    # --- for ShardedGradient --------------------------------------------------------------------------------------
+
+    def complete(self) -> None:
+        """Collective. Reduce what has not been reduced yet."""
+        self._scheduler.complete()
+
+    def local(self, index: int) -> Tensor | None:
+        """This rank's piece of a parameter's reduced gradient, 1D; None if it owns no piece of it."""
+        return self._shards.local(index)
+
+    def norm_of(self, index: int, order: float, dtype: torch.dtype) -> Tensor:
+        """Collective. The norm of a parameter's whole gradient, 0-dim."""
+        if self._attendance.is_uneven:
+            raise RuntimeError(
+                "the norm of a sharded gradient is not available in a Join context: a rank that has joined is not "
+                "asked. Use optimizer.clip_grad_norm_ to clip."
+            )
+        local = self._shards.local(index)
+        wide = torch.float64 if dtype.to_real() == torch.float64 else torch.float32
+        what = f"the norm of the gradient of {self._sharded.layout.spec_of[index].label}"
+        device = self._shards.stand_in(index).device
+        return norm_over_ranks(self._ranks, what, [] if local is None else [local], order, device, wide).to(dtype)
+
+    def unscale(self, like: Tensor, found_inf: Tensor, inverse_scale: Tensor) -> None:
+        """Collective. Multiply all shards of ``like``'s device and dtype; tell every rank if any has an inf or nan."""
+        if self._attendance.is_uneven:
+            self._attendance.announce_unscaling(float(inverse_scale), self._shards.index_of(like))
+        self.unscale_announced(like, found_inf, inverse_scale)
+
+    def unscale_announced(self, like: Tensor, found_inf: Tensor, inverse_scale: Tensor) -> None:
+        """Collective. ``unscale``, of which ranks that have joined know."""
+        # All shards of this kind, not only those asked for: a rank may not have known of gradients that others had.
+        shards = self._shards.tensors(like)
+        if shards:
+            torch._amp_foreach_non_finite_check_and_unscale_(shards, found_inf, inverse_scale)
+        found = self._ranks.gather("unscaling the gradients (GradScaler)", found_inf.view(()))
+        found_inf.copy_(found.amax().view_as(found_inf))
+
+    # --- for ranks without inputs ---------------------------------------------------------------------------------
+
+    @property
+    def sent(self) -> int:
+        """How many buckets this rank has sent so far."""
+        return self._reducer.sent
+
+    def shadow_round(self, roll: Roll) -> None:
+        """Collective. Take part in a round of the ranks that have inputs, with nothing to add."""
+        self._scheduler.shadow(roll)
+
+    def leave_join(self) -> None:
+        """Collective. All ranks have run out of inputs, after different numbers of iterations: count on from one."""
+        iteration = self._reducer.iteration
+        numbers = collectives.all_gather_ints(self._group, [iteration.number])
+        iteration.number = max(row[0] for row in numbers)

@@ -1,0 +1,61 @@
+"""The arguments of the optimizer that are about reducing gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class ReduceSettings:
+    """How gradients are reduced, with ``shard_gradients``."""
+
+    reduce_dtype: torch.dtype | None = None
+    in_flight: int = 2
+    overlap: bool = True
+    find_unused: bool = False
+
+    def check(self, shard_gradients: bool, overlap_with_ddp: bool, lazy_gather: bool) -> None:
+        """ValueError if the arguments do not go together."""
+        if shard_gradients and overlap_with_ddp:
+            raise ValueError(
+                "shard_gradients=True and overlap_with_ddp=True exclude each other: in the first the optimizer reduces "
+                "the gradients, in the second DDP does. Drop one of them."
+            )
+        if lazy_gather and overlap_with_ddp:
+            raise ValueError(
+                "lazy_gather=True and overlap_with_ddp=True exclude each other: a DDP hook gathers the parameters "
+                "within backward. Drop one of them."
+            )
+        if not shard_gradients and self != ReduceSettings():
+            raise ValueError(
+                "reduce_dtype, gradient_buckets_in_flight, overlap_backward and find_unused_parameters expect an "
+                "optimizer that reduces the gradients itself. Add shard_gradients=True, or drop them."
+            )
+        if self.reduce_dtype is not None and not getattr(self.reduce_dtype, "is_floating_point", False):
+            raise ValueError(
+                f"reduce_dtype expects a floating point dtype but got {self.reduce_dtype!r}. Use torch.float32."
+            )
+        if not isinstance(self.in_flight, int) or self.in_flight < 1:
+            raise ValueError(
+                f"gradient_buckets_in_flight expects a number of at least 1 but got {self.in_flight!r}. Use 2."
+            )
+
+    def check_params(self, params: Iterable[Tensor]) -> None:
+        """ValueError if gradients of these parameters cannot be reduced as wished."""
+        if self.reduce_dtype is not None and any(isinstance(param, Tensor) and param.is_complex() for param in params):
+            raise ValueError(
+                f"reduce_dtype expects real parameters but got complex ones, of which {self.reduce_dtype} would lose "
+                "the imaginary part. Drop reduce_dtype."
+            )
+
+    def facts(self) -> dict[str, str]:
+        """What must be the same on every rank."""
+        return {
+            "reduce_dtype": str(self.reduce_dtype),
+            "gradient_buckets_in_flight": str(self.in_flight),
+            "find_unused_parameters": str(self.find_unused),
+        }

@@ -1,0 +1,88 @@
+"""Where the gradients of a step come from: one interface, one implementation per mode.
+
+A step is the same whoever has reduced the gradients (see ``engine.py``); a source gives the tensors of this rank's
+pieces their gradients, and answers what users ask about gradients.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+from torch import Tensor
+
+
+class StepGradients(ABC):
+    """The gradients of a step, as the engine sees them.
+
+    It calls, on every rank: ``check`` and ``prepare`` (with a closure: ``prepare`` after it has run), ``bind``, then it
+    updates and gathers, ``release``, ``stepped``.
+    """
+
+    def check(self) -> None:
+        """Raise if no step can be made of these gradients."""
+        return
+
+    def prepare(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Collective. The gradients of this step are complete: hand on what other ranks need of them."""
+        return
+
+    @abstractmethod
+    def bind(self, positions: Iterable[int]) -> None:
+        """Give the tensors of this rank's pieces of these buckets their gradients.
+
+        Collective where we reduce them: reductions under way are finished first.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Take the gradients off the pieces, so that ``zero_grad`` frees them."""
+
+    def stepped(self) -> None:
+        """A step was made of these gradients."""
+        return
+
+
+class GradientSource(StepGradients):
+    """The gradients of one optimizer: for its steps, and for what users ask about gradients."""
+
+    steps_in_backward = False  # whether the step has been made when backward is over
+    calls_roll = False  # whether ranks without inputs are called to take part in backward (see join.py)
+
+    def extend(self) -> None:
+        """Collective. Parameters were added, and placed."""
+
+    def check_params(self, params: Iterable[Any]) -> None:
+        """ValueError if gradients of these parameters cannot be had as wished. Before they are added."""
+
+    def adopt(self, params: Sequence[Tensor]) -> None:
+        """Collective. Parameters were added: give them the values to start from."""
+
+    @contextmanager
+    def cleared(self, set_to_none: bool) -> Iterator[None]:
+        """Around ``zero_grad`` of the parameters: forget what is kept elsewhere."""
+        yield
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Within this context backward adds to local gradients and sends nothing."""
+        raise RuntimeError(
+            "no_sync expects an optimizer that reduces the gradients itself. Use shard_gradients=True, or no_sync of "
+            "DDP."
+        )
+
+    @abstractmethod
+    def clip(self, params: Sequence[Tensor], max_norm: float, order: float, error_if_nonfinite: bool) -> Tensor:
+        """Scale all gradients if their norm exceeds ``max_norm``; the norm, the same bits on every rank."""
+
+    @abstractmethod
+    def full(self, index: int) -> Tensor | None:
+        """The whole reduced gradient of a parameter; None if it has none."""
+
+    def tensors(self) -> list[Tensor]:
+        """The gradients that are kept elsewhere than on the parameters."""
+        return []
+
+    def check_copyable(self) -> None:
+        """RuntimeError if a copy of the optimizer would be without what this source has put on the parameters."""

@@ -1,0 +1,78 @@
+"""The gathers of one step under way: started one after the other, finished in the same order, few at once."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from torch.autograd.profiler import record_function
+
+from shardstep.comm.consensus import RankConsensus
+from shardstep.params.all_gather import AllGatherHandle, BucketAllGather
+from shardstep.params.progress import Progress
+from shardstep.params.sharded_parameters import MAX_IN_FLIGHT, ShardedParameters
+
+
+class GatherFailed(RuntimeError):
+    """The parameters could not be gathered. What the ranks have sent each other since is unknown: nothing goes on."""
+
+
+class GatherWindow:
+    """What of one step is under way."""
+
+    def __init__(self, sharded: ShardedParameters, consensus: RankConsensus, progress: Progress) -> None:
+        self._sharded = sharded
+        self._consensus = consensus
+        self._progress = progress  # hears of every failure, also of those that another error hides
+        self._in_flight: deque[tuple[int, BucketAllGather, AllGatherHandle]] = deque()
+
+    @property
+    def in_flight(self) -> list[int]:
+        """The buckets under way, in the order in which they were started."""
+        return [position for position, _, _ in self._in_flight]
+
+    def start(self, position: int) -> None:
+        """Start the gather of a bucket. All ranks start them in the same order."""
+        gather = self._sharded.plan.gathers[position]
+        if gather is None:
+            return
+        while len(self._in_flight) >= MAX_IN_FLIGHT or gather.must_wait:
+            self.finish_oldest()
+        with record_function("shardstep::gather"):
+            self._sharded.gathers_started += 1
+            try:
+                self._in_flight.append((position, gather, gather.start()))
+            except RuntimeError as error:
+                raise self._failed(error) from error
+
+    def finish(self) -> None:
+        """Bring all ranks' parameters up to date with what was started."""
+        while self._in_flight:
+            self.finish_oldest()
+
+    def finish_oldest(self) -> None:
+        """Wait for the bucket that was started first, and put it where it belongs."""
+        _, gather, handle = self._in_flight.popleft()
+        with record_function("shardstep::gather"):
+            try:
+                handle.under_way.wait()
+                gather.finish(handle)
+            except RuntimeError as error:
+                raise self._failed(error) from error
+
+    def drain(self) -> None:
+        """After an error: wait for what is under way, so that nothing is written into memory that others have later.
+
+        If all ranks failed at the same place, their parameters agree afterwards.
+        """
+        while self._in_flight:
+            try:
+                self.finish_oldest()
+            except RuntimeError:  # the error that brought us here is the one to tell
+                self._in_flight.clear()
+
+    def _failed(self, error: RuntimeError) -> GatherFailed:
+        where = self._consensus.meanwhile()
+        remedy = " Call it on every rank, in the same order." if where else ""
+        failure = GatherFailed(f"step: the parameters could not be gathered: {str(error).rstrip('.')}.{where}{remedy}")
+        self._progress.break_off(str(failure))
+        return failure

@@ -1,0 +1,41 @@
+"""Questions about the user's model that the optimizer was not given, answered by a search through Python's objects.
+
+The constructor takes parameters, as every optimizer does, and a parameter does not know its modules. Two mistakes can
+only be seen on the module: it is wrapped in DDP, which would reduce gradients that we reduce too (weights silently
+wrong), and its parameters were replaced (``load_state_dict(assign=True)``), so that what we gather is not what trains
+(bucket views, silently nothing learned). Both are asked rarely: when an optimizer is built, at the first backward, and
+at a step for which no parameter has a gradient. The search takes 0.1 to 0.2 s in a large program.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def check_not_in_ddp(params: Iterable[Tensor]) -> None:
+    """ValueError if DistributedDataParallel reduces the gradients of these parameters already."""
+    ours = set(map(id, params))
+    for thing in gc.get_objects():
+        is_ddp = issubclass(type(thing), DistributedDataParallel)  # (isinstance would wake lazy objects)
+        if is_ddp and any(id(param) in ours for param in thing.parameters()):
+            raise ValueError(
+                "shard_gradients=True expects a model that is not wrapped, because the optimizer reduces the gradients "
+                "itself, but its parameters are in a DistributedDataParallel module. Drop the wrapper, or drop "
+                "shard_gradients."
+            )
+
+
+def is_in_a_module(param: Tensor) -> bool:
+    """Whether some module has ``param`` as its parameter."""
+    for holder in gc.get_referrers(param):
+        if isinstance(holder, dict):
+            for owner in gc.get_referrers(holder):
+                # The attributes of an object are found as the object itself or as their dict.
+                attributes = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+                if attributes.get("_parameters") is holder:
+                    return True
+    return False

@@ -1,0 +1,91 @@
+"""This rank's pieces of the parameters, as tensors for the local optimizer to step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardstep.layout.specs import Layout, Piece
+
+
+class Separate(NamedTuple):
+    """A piece that is a tensor of its own over its parameter's memory."""
+
+    param: Tensor
+    tensor: Tensor
+    where: slice | None  # the range of the parameter's elements; None: all
+
+
+class LocalPieces:
+    """This rank's pieces.
+
+    A piece that covers its parameter *is* the parameter. A piece of a cut parameter is a tensor of its own over the
+    same memory, with a slice of the gradient. With ``apart`` every piece is a tensor of its own: for steps that take
+    their gradients from elsewhere than the parameters'.
+    """
+
+    def __init__(self, rank: int, apart: bool = False) -> None:
+        self._rank = rank
+        self._apart = apart
+        self.pieces: dict[int, Piece] = {}  # parameter index -> my piece of it (a rank has one at the most)
+        self.tensors: dict[int, Tensor] = {}
+        self._separate: dict[int, dict[int, Separate]] = {}  # by bucket, by parameter
+
+    def extend(self, layout: Layout, params: Mapping[int, Tensor]) -> None:
+        """Take over what a longer layout adds."""
+        pieces = {piece.param: piece for piece in layout.pieces(self._rank)}
+        for index in sorted(pieces.keys() - self.pieces.keys()):
+            piece, param = pieces[index], params[index]
+            self.pieces[index] = piece
+            if piece.whole and not self._apart:
+                self.tensors[index] = param
+                continue
+            where = None if piece.whole else slice(piece.start, piece.stop)
+            tensor = torch.nn.Parameter(_span(param, where), requires_grad=param.requires_grad)
+            self.tensors[index] = tensor
+            self._separate.setdefault(piece.bucket, {})[index] = Separate(param, tensor, where)
+
+    def forget(self, indices: Sequence[int]) -> None:
+        """Undo ``extend``."""
+        for index in indices:
+            piece = self.pieces.pop(index, None)
+            self.tensors.pop(index, None)
+            if piece is not None:
+                self._separate.get(piece.bucket, {}).pop(index, None)
+
+    def separate(self, bucket: int) -> list[Separate]:
+        """The pieces of a bucket that are tensors of their own."""
+        return list(self._separate.get(bucket, {}).values())
+
+    def bind(self) -> None:
+        """Point the separate tensors at the memory that the parameters have now."""
+        for bucket in self._separate:
+            for param, tensor, where in self.separate(bucket):
+                tensor.data = _span(param, where)
+
+    def release_gradients(self) -> None:
+        """Take the gradients off the separate tensors."""
+        for bucket in self._separate:
+            for _, tensor, _ in self.separate(bucket):
+                tensor.grad = None
+
+
+def whole_pieces(params: Mapping[int, Tensor]) -> LocalPieces:
+    """The pieces of a rank that is alone and has everything."""
+    pieces = LocalPieces(0)
+    pieces.pieces = {index: Piece(index, 0, param.numel(), 0, 0, True) for index, param in params.items()}
+    pieces.tensors = dict(params)
+    return pieces
+
+
+def flat(param: Tensor) -> Tensor:
+    """The elements of a contiguous parameter, 1D, over the same memory and version counter."""
+    return param.detach().view(-1)
+
+
+def _span(param: Tensor, where: slice | None) -> Tensor:
+    """A range of a parameter's elements, or (None) all of it as it is, over the same memory and version counter."""
+    return param.detach() if where is None else flat(param)[where]
