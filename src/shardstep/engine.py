@@ -121,17 +121,20 @@ class Engine:
         kwargs: dict[str, Any] | None = None,
         source: StepGradients | None = None,
     ) -> Any:
-        """Collective. One step with the gradients of ``source``; return what the local optimizer's step returned."""
+        """Collective. One step with the gradients of ``source``; return what the local optimizer's step returned.
+
+        A closure that is none reaches the local optimizer as it is.
+        """
         source = source or self.source
         self._start()
-        if closure is None:
+        if not callable(closure):
             with self.consensus.reporting("step"):
                 source.check()
             source.prepare(param_groups)
         copy_options(param_groups, self.optimizer.param_groups)
         try:
             source.bind(self.sharded.plan.active_buckets)
-            evaluate = None if closure is None else self._evaluation(closure, source, param_groups)
+            evaluate = self._evaluation(closure, source, param_groups) if callable(closure) else closure
             step = self._open(kwargs or {}, evaluate)
             with step.failing_together():
                 lazily = self._lazy_gather and closure is None

@@ -168,11 +168,11 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
         optimizer's step. Returns what that returns. With a DDP hook the step has been made when backward is over: then
         this only runs the closure, if there is one.
         """
-        engine, closure = self.engine, closure if callable(closure) else None
+        engine = self.engine
         if engine.source.steps_in_backward:
-            loss = closure() if closure is not None else None
+            loss = closure() if callable(closure) else None
         else:
-            gradients = self._attendance.begin_step(engine.source, engine.sharded, closure is not None)
+            gradients = self._attendance.begin_step(engine.source, engine.sharded, callable(closure))
             loss = engine.step(self.param_groups, closure, kwargs, gradients)
         if engine.sharded.builder.consumes:  # heavyball's set the gradients they have used to None, of their pieces
             self.zero_grad()

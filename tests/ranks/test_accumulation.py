@@ -132,7 +132,7 @@ def sum_of_arrived(model: Digits, optimizer: Any) -> Tensor:
     """What a rank holds of its own, not reduced: the bytes are those of full gradients and of the share."""
     full = sum(weight.nbytes for weight in model.weights)
     assert full <= optimizer.memory().gradients <= full + full // 2 + 64
-    return optimizer._rounds._arrived[0].unique().squeeze()
+    return optimizer.engine.source._reducer.iteration.arrived[0].unique().squeeze()
 
 
 def test_no_sync_nests_and_ends_with_an_exception():
