@@ -77,6 +77,7 @@ class Verdict(NamedTuple):
     subclasses: tuple[type, ...] = ()  # of tensors made of other tensors, that its states are
     notes: tuple[str, ...] = ()  # options in which it notes which parameters there are
     moves_first: bool = False  # its step moves the parameters before it calls the closure, or may do so
+    unseen: bool = False  # its step cannot be tried: nobody knows whether it updates every tensor by itself
 
 
 class _Trace(NamedTuple):
@@ -98,7 +99,8 @@ def examine(
     """Probe ``optimizer_class`` with the options of one group, on tensors with the device and dtype of ``like``.
 
     ValueError if it couples its parameters or keeps what cannot be carried; and, unless the user vouched for it, if
-    nothing can be seen of that: it cannot step the probe, or its steps are random.
+    nothing can be seen of that: it cannot step the probe, or its steps are random. One whose step wants an argument
+    cannot be tried at all: it is kept whole.
     """
     name = getattr(optimizer_class, "__name__", repr(optimizer_class))
 
@@ -121,6 +123,10 @@ def examine(
             together = _trace(build, small, _gradients())
             states = together.states + _trace(build, [large], _gradients(), steps=1).states
         except Exception as error:
+            wanted = _wanted_arguments(fresh, error)
+            if wanted:
+                reason = f"its step wants an argument ({wanted}), which a probe does not have"
+                return Verdict(False, False, reason, eager, moves_first=True, unseen=True)
             if vouched:
                 return Verdict(False, False, f"it cannot step the probe ({error})", eager, moves_first=True)
             raise ValueError(
@@ -140,6 +146,21 @@ def examine(
         splittable = not _first_difference(together, _trace(build, small, _gradients(), one_by_one=True))
         moves_first = _moves_first(build, small)
     return Verdict(not reason, splittable, reason, *more, notes, moves_first)
+
+
+def _wanted_arguments(optimizer: Optimizer, error: Exception) -> str:
+    """The names of the arguments of step, besides a closure, for lack of which it may have failed; or nothing.
+
+    An argument with a default may be wanted all the same (``kwarg=None``, and then ``kwarg.append``). What torch itself
+    raises, a RuntimeError, is about tensors.
+    """
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(unhooked_step(optimizer)).parameters.values()
+    others = [parameter for parameter in parameters if parameter.name != "closure" and parameter.kind in named]
+    needed = [parameter for parameter in others if parameter.default is inspect.Parameter.empty]
+    if not needed and isinstance(error, RuntimeError):
+        return ""
+    return ", ".join(parameter.name for parameter in needed or others)
 
 
 def _seed(device: torch.device) -> None:

@@ -87,6 +87,8 @@ class ShardedParameters:
         """
         rows = zip(param_groups, granularities, given, strict=True)
         self._place(param_groups, [self.builder.choose(group, wish, options_of(said)) for group, wish, said in rows])
+        if "auto" in granularities and self.rank == 0:
+            self.builder.log_what_was_not_checked()
         return self.builder.build([self._local_group(group, position) for position, group in enumerate(param_groups)])
 
     def extend(
