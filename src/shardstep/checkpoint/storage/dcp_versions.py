@@ -19,12 +19,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan
 
 # Fields that a later version writes: all may be in a file, and none has a meaning for who has no such field.
 _LATER_FIELDS = {
     "Metadata": ("version",),  # torch >= 2.9
+    "StorageMeta": ("modules",),  # torch >= 2.7
     "_StorageInfo": ("transform_descriptors",),  # torch >= 2.7
 }
 
@@ -32,6 +33,14 @@ _LATER_FIELDS = {
 def later_fields(kind: type) -> tuple[str, ...]:
     """The fields of a record that this version may not have."""
     return _LATER_FIELDS.get(kind.__name__, ())
+
+
+def properties_of(state: Any) -> TensorProperties:
+    """A tensor's properties from what was pickled of them. torch >= 2.15 adds the strides, which others cannot take."""
+    made = TensorProperties()
+    if state is not None:
+        made.__setstate__(state[: len(made.__getstate__())])
+    return made
 
 
 def transforms_of(info: Any) -> Any:
