@@ -65,7 +65,7 @@ FOREIGN_PRIVATE = {
     "_get_default_group _get_process_group_store _new_process_group_helper _resolve_process_group _world",
     "_get_backend _timeout",
     "_StorageInfo _StoragePrefix _MEM_FORMAT_ENCODING _save_state_dict _load_state_dict",  # DCP's file format
-    "_checkpoint_offset",  # of a storage in a file that torch.save wrote
+    "_checkpoint_offset _storage_offset",  # of a storage in a file that torch.save wrote
 }
 
 

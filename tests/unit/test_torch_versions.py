@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from shardstep.torch_versions import group_store, second_connection
+from shardstep.comm.torch_versions import group_store, second_connection
 from tests.harness import run_ranks
 
 
