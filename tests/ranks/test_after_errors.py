@@ -126,7 +126,7 @@ def _in_another_exchange(rank, world_size, way):
 def test_after_ranks_were_in_different_exchanges_no_further_step_is_made(way):
     """What they have sent each other since is unknown, whatever the counts say afterwards."""
     for told in run_ranks(_in_another_exchange, 2, way, pg_timeout=10):
-        first = "on the way" if way == "hidden" else "in the same exchange"
+        first = "on the way" if way == "hidden" else "in the same collective"
         assert first in told[0], told
         assert len(told) >= 3, told
         assert all("Start the processes again, from a checkpoint" in text for text in told[1:]), told

@@ -70,7 +70,7 @@ class BucketAllGather:
 
     @property
     def must_wait(self) -> bool:
-        """Whether an earlier exchange has to be finished before this one can start."""
+        """Whether an earlier all-gather has to be finished before this one can start."""
         return self._ring is not None and self._staging is not None and self._ring.is_full
 
     def start(self) -> AllGatherHandle:
