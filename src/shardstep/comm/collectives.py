@@ -102,7 +102,7 @@ def share_signals(group: Group, number: int) -> Handle:
 
 
 def share_headers(group: Group, header: Tensor) -> Handle:
-    """Start to send every rank a few bytes, and to receive theirs: ``handle.memory``, a row per rank. CPU tensors only."""
+    """Start to send every rank a few bytes, and to receive theirs: ``handle.memory``, a row per rank. On the CPU."""
     headers = torch.empty((group.world_size, header.numel()), dtype=torch.uint8)
     if group.world_size == 1:
         headers[0] = header

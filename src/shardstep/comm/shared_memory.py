@@ -65,7 +65,7 @@ class SharedMemoryRing:
         self._received += 1
 
     def received(self, handle: Handle) -> None:
-        """All ranks have written, according to a handle that was waited for. RuntimeError if not the same collective."""
+        """All ranks have written, as a handle says that was waited for. RuntimeError if not the same collective."""
         self.release()
         numbers = handle.memory.tolist() if handle.memory is not None else []
         if any(number != self._received % _NUMBERS for number in numbers):

@@ -63,7 +63,6 @@ class ShardedParameters:
         self.indices: list[list[int]] = []  # per group: the parameters whose piece the local optimizer steps
         self.active: list[bool] = []
         self.plan = StepPlan([], [], [], False)
-        self.gathers_started = 0  # so far
         self._views = BucketViews() if views else None
         self._in_module = False  # known with bucket views only
         self._memory = MemoryWatch()
