@@ -8,7 +8,7 @@ OTHER  := .venv-torch-$(TORCH)
 NPROC  ?= 2
 ARGS   ?=
 
-.PHONY: train test test-all test-optimizers test-frameworks test-torch lint format bench-core bench-step bench-checkpoint clean
+.PHONY: train test test-all test-optimizers test-frameworks test-torch lint format bench-core bench-step bench-checkpoint bench-compare clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -83,6 +83,10 @@ bench-step: $(RIVALS)/installed
 
 bench-checkpoint: $(VENV)/installed
 	$(BIN)/python -m benchmarks.checkpoint $(ARGS)
+
+# Is this commit slower than an earlier one? Both in turns: make bench-compare BASE=main~20
+bench-compare: $(VENV)/installed
+	$(BIN)/python -m benchmarks.compare $(BASE) $(ARGS)
 
 clean:
 	rm -rf $(VENV) $(RIVALS) .venv-torch-* .pytest_cache .ruff_cache .hypothesis
