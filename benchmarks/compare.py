@@ -1,4 +1,4 @@
-"""Is this commit slower than an earlier one? ``make bench-compare BASE=<commit>`` (or ``python -m benchmarks.compare``).
+"""Is this commit slower than an earlier one? ``make bench-compare BASE=<commit>``.
 
 Both commits run in turns on the same machine, each with torch's class beside it in the same processes. A figure is ours
 relative to torch's in the same round; two commits are compared by the medians of that over all turns. The workers are
@@ -91,11 +91,11 @@ def report(measured: Mapping[str, Figures], options: argparse.Namespace, others:
         f"# This commit and {options.base}, {datetime.date.today().isoformat()}",
         "",
         machine(),
-        f"Command: `make bench-compare BASE={options.base}` ({options.ranks} ranks, {options.turns} turns of each commit, "
-        f"alternating, {options.rounds} rounds a turn); other programs took {100 * others:.0f} % of the cores' time. "
+        f"Command: `make bench-compare BASE={options.base}` ({options.ranks} ranks, {options.turns} turns of each "
+        f"commit, alternating, {options.rounds} rounds a turn); other programs took {100 * others:.0f} % of the cores' time. "
         "Raw numbers: the .json beside this file.",
-        "Each figure: ours relative to the reference of the same round; median (middle half) over all turns. Below 1 in "
-        "the last column: this commit is faster.",
+        "Each figure: ours relative to the reference of the same round; median (middle half) over all turns. Below 1 "
+        "in the last column: this commit is faster.",
         "",
         "| figure | before | after | after / before |",
         "|---|---|---|---|",

@@ -92,7 +92,7 @@ def open_ring(group: Group, in_flight: int, slot_bytes: int) -> SharedMemoryRing
     try:
         found = collectives.move_json(group, [path, secret], 0, None)
         if wanted and group.rank != 0:
-            memory = _attach(*found, size)
+            memory = _attach(found[0], found[1], size)
         everyone = all(row[0] for row in collectives.all_gather_ints(group, [memory is not None]))
     finally:
         if group.rank == 0 and os.path.exists(path):
