@@ -172,7 +172,7 @@ def finding_of(optimizer: ZeroRedundancyOptimizer) -> Finding:
     sharded = optimizer.engine.sharded
     return {
         "cut": [spec.granularity == "element" for spec in sharded.layout.specs],
-        "reasons": sorted({verdict.reason for verdict in sharded._verdicts if verdict.reason}),
+        "reasons": sorted({verdict.reason for verdict in sharded.builder._verdicts if verdict.reason}),
         "splits": sharded.splits,
     }
 

@@ -17,6 +17,7 @@ from shardstep.params.local_optimizer import inner_optimizers, options_of, run_s
 from shardstep.params.probe import Verdict, examine
 
 logger = logging.getLogger(__name__)
+NOTHING_TO_PROBE = Verdict(False, True, "it has nothing to probe")
 
 
 class OptimizerBuilder:
@@ -43,8 +44,9 @@ class OptimizerBuilder:
         ``options``: those that the user gave. What a group does not say, the optimizer itself fills in: some have other
         defaults for some groups (Muon).
         """
-        verdict = self._verdict(group["params"], wish, options)
-        if wish == "element" and not verdict.elementwise:
+        like = groups.first_floating(group["params"])
+        verdict = NOTHING_TO_PROBE if like is None else self._verdict(like, wish, options)
+        if wish == "element" and not verdict.elementwise and like is not None:
             raise ValueError(
                 f"shard='element' expects an element-wise optimizer, but for {self._optimizer_class.__name__} "
                 f"{verdict.reason}. Use shard='tensor' or 'auto'."
@@ -53,10 +55,7 @@ class OptimizerBuilder:
         self._options.append(options)
         return "element" if verdict.elementwise and wish != "tensor" else "tensor"
 
-    def _verdict(self, params: Sequence[Tensor], wish: str, options: dict[str, Any]) -> Verdict:
-        like = groups.first_floating(params)
-        if like is None:
-            return Verdict(False, True, "it has nothing to probe")
+    def _verdict(self, like: Tensor, wish: str, options: dict[str, Any]) -> Verdict:
         key = repr((_shape_of_options(options), like.dtype, like.device, wish == "tensor"))
         if key not in self._probed:
             self._probed[key] = examine(self._optimizer_class, self._defaults, options, like, vouched=wish == "tensor")
