@@ -92,8 +92,8 @@ def report(measured: Mapping[str, Figures], options: argparse.Namespace, others:
         "",
         machine(),
         f"Command: `make bench-compare BASE={options.base}` ({options.ranks} ranks, {options.turns} turns of each "
-        f"commit, alternating, {options.rounds} rounds a turn); other programs took {100 * others:.0f} % of the cores' time. "
-        "Raw numbers: the .json beside this file.",
+        f"commit, alternating, {options.rounds} rounds a turn); other programs took {100 * others:.0f} % of the cores' "
+        "time. Raw numbers: the .json beside this file.",
         "Each figure: ours relative to the reference of the same round; median (middle half) over all turns. Below 1 "
         "in the last column: this commit is faster.",
         "",
