@@ -2,14 +2,14 @@
 
 A checkpoint is a directory of torch.distributed.checkpoint (DCP) with the keys ``model``, ``optim`` and ``extra``;
 torch's own tools read it. Tensors have their parameter's shape, whoever wrote which part. Besides DCP's files there is
-a list of checksums (``manifest.py``).
+a list of checksums (``storage/manifest.py``).
 
 What happens when, and where, in ``save``:
 
 1. every rank compares what it was asked for with the others;
 2. rank 0 makes a directory beside the final one;
 3. every rank writes its items to one file and flushes it;
-4. rank 0 hears from every rank what it wrote, writes DCP's metadata and the checksums, checks sizes, renames;
+4. rank 0 collects what every rank wrote, writes DCP's metadata and the checksums, checks sizes, renames;
 5. every rank returns, or raises what failed anywhere.
 
 In ``load`` every rank reads for itself, the ranks agree that all could, and only then anything is changed.
@@ -191,16 +191,16 @@ def _path_of(directory: str | os.PathLike) -> Path:
 
 
 def _await_the_save_before(adapted: OptimizerAdapter) -> None:
-    """One save at a time. If the one before failed and nobody was told, on any rank, this is where everybody is."""
+    """One save at a time. If the one before failed and no rank has raised that yet, all raise it here."""
     pending: SaveHandle | None = adapted.kept.pop("pending", None)
     if pending is None:
         return
     failure = pending.failure()
     if failure is not None:
-        told = [pending.told]
+        reported = [pending.reported]
         if adapted.group.world_size > 1:
-            told = [bool(row[0]) for row in collectives.all_gather_ints(adapted.group, [pending.told])]
-        if not any(told):
+            reported = [bool(row[0]) for row in collectives.all_gather_ints(adapted.group, [pending.reported])]
+        if not any(reported):
             raise failure
 
 
@@ -214,7 +214,7 @@ def _check_whole(adapted: OptimizerAdapter) -> None:
 
 
 def _side(adapted: OptimizerAdapter) -> tuple[Group, RankConsensus]:
-    """Where the ranks meet for a save, which may be in the background: a connection of its own to the store.
+    """Where the ranks compare during a save, which may be in the background: a connection of its own to the store.
 
     Nothing is sent through the process group, so it may be destroyed meanwhile. (DCP wants one that serves the CPU all
     the same.)

@@ -55,7 +55,10 @@ class OptimizerAdapter(Protocol):
 
     @property
     def kept(self) -> dict[str, Any]:
-        """What checkpoints keep with the optimizer: "pending", the save in the background; "side", see save_job.py."""
+        """What checkpoints keep with the optimizer.
+
+        "pending" is the save in the background; "side" is how the ranks compare meanwhile.
+        """
 
     @property
     def failure(self) -> str:

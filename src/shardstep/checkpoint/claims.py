@@ -2,8 +2,8 @@
 
 A plain optimizer is alone: nobody else takes part in its save. If every rank of a job saves its own into one directory,
 the last one would win and the others' state be gone; so would that of another group of ranks. So a rank that saves, of
-a sharded optimizer the first of its group, says so on the job's key-value store, and the manifest tells, to those that
-come later, which run and which rank wrote it.
+a sharded optimizer the first of its group, says so on the job's key-value store. The manifest says which run and which
+rank wrote it, for those that come later.
 
 The same path may be another directory on another host. A rank therefore also leaves a file beside the directory while
 it saves: who does not see the file of the rank that has the claim is elsewhere, and claims the path among those.
@@ -80,11 +80,11 @@ def _take(directory: Path, job: Job, name: str) -> str:
     path = hashlib.sha256(str(directory).encode()).hexdigest()
     for attempt in count():
         key = f"shardstep/saving/{job.run}/{path}/{attempt}"
-        holder = job.store.compare_set(key, "", name).decode()
-        if holder == name:
+        claimant = job.store.compare_set(key, "", name).decode()
+        if claimant == name:
             return key
-        if _sign_of(directory, job, holder).exists():
-            raise RuntimeError(_refusal(directory, job.rank, int(holder.split(".")[0]), "is saving"))
+        if _sign_of(directory, job, claimant).exists():
+            raise RuntimeError(_refusal(directory, job.rank, int(claimant.split(".")[0]), "is saving"))
     raise AssertionError("the loop has no end")
 
 

@@ -1,4 +1,4 @@
-"""LoadJob a checkpoint: each rank reads what it needs of it, and nothing is changed until all ranks have read."""
+"""Load a checkpoint: each rank reads what it needs of it, and nothing is changed until all ranks have read."""
 
 from __future__ import annotations
 
@@ -100,13 +100,13 @@ class LoadJob:
 
     def run(self) -> dict[str, Any]:
         """Read, agree, change; return what was saved as ``extra``."""
-        with self._told():
+        with self._reporting():
             checkpoint = Checkpoint(self._directory)
             form = self._targets(checkpoint)
             checkpoint.read_into(form)
             digest = manifests.digest_of(checkpoint.directory / manifests.METADATA_NAME)
         self._agree(digest)
-        with self._told():
+        with self._reporting():
             undo = self._load_model(form[MODEL]) if self._model is not None and MODEL in form else _nothing
         try:
             self._adapted.load(self._renamed(form[OPTIM]), self._model, self._strict)
@@ -116,7 +116,7 @@ class LoadJob:
         return form.get(EXTRA) or {}
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
+    def _reporting(self) -> Iterator[None]:
         try:
             yield
         except Exception as error:
@@ -147,10 +147,10 @@ class LoadJob:
         elif self._model is not None:
             warnings.warn(f"{self._directory} holds no model: the model is not changed.", stacklevel=5)
         if differences:
-            told = f"{self._directory} does not match: {differences}."
+            message = f"{self._directory} does not match: {differences}."
             if self._strict:
-                raise ValueError(f"{told} {named.REMEDY}")
-            warnings.warn(f"{told} What does not match starts empty, or is left out.", stacklevel=5)
+                raise ValueError(f"{message} {named.REMEDY}")
+            warnings.warn(f"{message} What does not match starts empty, or is left out.", stacklevel=5)
         return form
 
     def _names(self, groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, str]:
@@ -187,13 +187,13 @@ class LoadJob:
         names: Mapping[Tensor, str],
         differences: Differences,
     ) -> dict[str, Any]:
-        sharded, saved = self._adapted.held, checkpoint.states()
+        held, saved = self._adapted.held, checkpoint.states()
         manifest = checkpoint.reader.manifest
         shapes = manifest.parameters if manifest is not None else {}
         orders = (manifest.orders if manifest is not None else None) or {}
         state: dict[str, Any] = {}
-        for index, param in sharded.params.items():
-            name, spec = names[param], sharded.layout.spec_of[index]
+        for index, param in held.params.items():
+            name, spec = names[param], held.layout.spec_of[index]
             entries = saved.get(name, {})
             known = (shapes.get(name), checkpoint.shape_in_model(name), _shape_of_moments(entries, len(spec.shape)))
             was = next((shape for shape in known if shape is not None), None)
@@ -202,12 +202,12 @@ class LoadJob:
                 continue
             if name not in saved:
                 continue
-            piece = sharded.pieces.pieces.get(index)
+            piece = held.pieces.pieces.get(index)
             state[name] = {}
             if piece is not None:
                 misshapen = len(differences.misshapen)
                 for path, entry in entries.items():
-                    like = sharded.pieces.tensors[index]
+                    like = held.pieces.tensors[index]
                     # With keys that are no texts the state of a parameter is one value.
                     order = orders.get(".".join(map(str, (OPTIM, "state", name, *path))))
                     put(state, (name, *path), _target(entry, like, spec, piece, differences, name, order))
@@ -239,11 +239,11 @@ class LoadJob:
 
         def undo() -> None:
             for tensor, value in reversed(pairs):  # (a tensor with two names is there twice)
-                _exchange(tensor, value)
+                _swap(tensor, value)
             take(before)
 
         for tensor, value in pairs:
-            _exchange(tensor, value)
+            _swap(tensor, value)
         try:
             take(others)
         except BaseException:
@@ -257,7 +257,7 @@ def _nothing() -> None:
 
 
 @torch.no_grad()
-def _exchange(one: Tensor, other: Tensor) -> None:
+def _swap(one: Tensor, other: Tensor) -> None:
     before = one.detach().to(other.device, copy=True)
     one.copy_(other)
     other.copy_(before)
@@ -286,7 +286,7 @@ def _target(
     if not size:
         return shard_of_whole(torch.empty((), dtype=dtype))
     if piece.whole:
-        if size == tuple(like.shape) and not like.is_contiguous():  # it lies as its parameter does now
+        if size == tuple(like.shape) and not like.is_contiguous():  # in the order of its parameter
             return shard_of_whole(torch.empty_like(like, dtype=dtype, requires_grad=False))
         if order is not None and sorted(order) == list(range(len(size))):
             return shard_of_whole(empty_in_order(size, order, dtype, like.device))

@@ -1,4 +1,4 @@
-"""SaveJob a checkpoint: what each rank contributes, and how it becomes one directory."""
+"""Save a checkpoint: what each rank contributes, and how it becomes one directory."""
 
 from __future__ import annotations
 
@@ -135,10 +135,10 @@ def _staged(leaf: Any) -> Any:
 
 def _keep_what_this_rank_writes(state: dict[str, Any], adapted: OptimizerAdapter) -> None:
     """Of a value that every owner of a piece has, the owner of the first writes it; of what all have, rank 0."""
-    sharded, first = adapted.held, adapted.group.rank == 0
+    held, first = adapted.held, adapted.group.rank == 0
     names = iter(list(state))
-    for index in sharded.params:
-        name, piece = next(names), sharded.pieces.pieces.get(index)
+    for index in held.params:
+        name, piece = next(names), held.pieces.pieces.get(index)
         if piece is not None and piece.start > 0:
             state[name] = {key: value for key, value in state[name].items() if _is_tensor_tree(value)}
         if not state[name]:
@@ -259,7 +259,7 @@ class SaveJob:
 
     def _writer(self) -> Writer:
         aside = directories.aside_of(self._directory)
-        return Writer(aside, self._group.rank, self._prepare, self._finish, self._told, self._progress)
+        return Writer(aside, self._group.rank, self._prepare, self._finish, self._reporting, self._progress)
 
     def _undo(self, error: BaseException) -> None:
         """After a failure: the other ranks know, and nothing is left on disk."""
@@ -272,8 +272,8 @@ class SaveJob:
             directories.discard(self._directory)
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """If this rank fails here, the others hear of it at their next meeting."""
+    def _reporting(self) -> Iterator[None]:
+        """If this rank fails here, the others find out when they next compare."""
         try:
             yield
         except Exception as error:
@@ -281,7 +281,7 @@ class SaveJob:
             self._consensus.report_failure(CALL, error)
             raise
 
-    def _meet(self, stage: str) -> None:
+    def _check(self, stage: str) -> None:
         self._others_know = True  # whatever comes of it
         self._consensus.check_equal(CALL, self._facts(stage))
         self._others_know = False
@@ -290,26 +290,26 @@ class SaveJob:
         return [("save", {"directory": self._directory.name, "stage": stage})]
 
     def _prepare(self) -> None:
-        with self._told():
+        with self._reporting():
             if self._group.rank == 0:
                 directories.prepare(self._directory)
-        self._meet("prepared")
-        with self._told():  # (on a file system of another host the directory may appear a moment later)
+        self._check("prepared")
+        with self._reporting():  # (on a file system of another host the directory may appear a moment later)
             directories.aside_of(self._directory).mkdir(parents=True, exist_ok=True)
 
     def _finish(self, written: Written) -> None:
-        self._others_know = True  # whatever comes of this meeting
+        self._others_know = True  # whatever comes of it
         text = json.dumps({**merged_metadata.to_json(written), "orders": self._contribution.orders})
         texts = self._consensus.gather(CALL, self._facts("written"), text)
         self._others_know = False
-        with self._told():
+        with self._reporting():
             if self._group.rank == 0:
                 self._commit([json.loads(text) for text in texts])
-        self._meet("committed")
+        self._check("committed")
 
-    def _commit(self, told: list[dict[str, Any]]) -> None:
+    def _commit(self, reports: list[dict[str, Any]]) -> None:
         aside, parent = directories.aside_of(self._directory), self._directory.parent
-        metadata, files = merged_metadata.joined(told, self._directory)
+        metadata, files = merged_metadata.joined(reports, self._directory)
         content = pickle.dumps(metadata)  # DCP's format: written here, and read back by the safe reader only
         path = aside / manifests.METADATA_NAME
         with open(path, "wb") as stream:
@@ -322,7 +322,7 @@ class SaveJob:
             files,
             self._contribution.shapes,
             self._claim.author,
-            {key: order for part in told for key, order in part["orders"].items()},
+            {key: order for part in reports for key, order in part["orders"].items()},
         )
         manifests.write(aside, manifest)
         for problem in manifests.quick_problems(aside, manifest):
@@ -342,7 +342,7 @@ class SaveHandle:
 
     def __init__(self, directory: Path, started: Future[Any] | None = None) -> None:
         self.directory = directory
-        self.told = False  # whether ``wait`` has raised what failed
+        self.reported = False  # whether ``wait`` has raised what failed
         self._started = started
 
     def done(self) -> bool:
@@ -360,7 +360,7 @@ class SaveHandle:
             except FutureTimeout:  # (before Python 3.11 another class)
                 raise TimeoutError(f"{self.directory} is not complete after {timeout} s. The save goes on.") from None
             if error is not None:
-                self.told = True
+                self.reported = True
                 raise error
         return self.directory
 

@@ -1,4 +1,4 @@
-"""Whether two values are the same, bit for bit, and how to tell a user in what they differ."""
+"""Whether two values are the same, bit for bit, and values as short texts for messages."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def gap(a: Tensor, b: Tensor) -> float:
     return (a.detach().to(wide) - b.detach().to(wide)).abs().max().item()
 
 
-def told(value: Any) -> str:
+def short_text(value: Any) -> str:
     """A value in a few words."""
     if value is MISSING:
         return "missing"

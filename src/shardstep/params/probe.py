@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardstep.comm.codec import encode
-from shardstep.params.comparison import MISSING, close, equal, gap, leaves, tensors_in, told
+from shardstep.params.comparison import MISSING, close, equal, gap, leaves, short_text, tensors_in
 from shardstep.params.local_optimizer import options_of, run_step, step_subset, undisturbed, unhooked_step
 from shardstep.params.tensor_subclasses import classes_in, is_subclass, opened
 
@@ -256,7 +256,7 @@ def _refuse_coupled(name: str, build: Build, values: Sequence[Tensor], together:
         for key, ours, theirs in _unlike(alone.states[0], together.states[position]):
             if theirs is MISSING and any(equal(leaves(state).get(key, MISSING), ours) for state in together.states):
                 continue  # a clock of the group, kept with its first parameter
-            raise _coupled(name, f"state {_path(key)} is {told(ours)} alone and {told(theirs)} with them")
+            raise _coupled(name, f"state {_path(key)} is {short_text(ours)} alone and {short_text(theirs)} with them")
         for key, ours, theirs in _unlike(alone.options, together.options):
             if elsewhere is None:
                 others = [_values(other.shape, other, _OTHER_NUMBERS + i) for i, other in enumerate(values)]
@@ -264,7 +264,9 @@ def _refuse_coupled(name: str, build: Build, values: Sequence[Tensor], together:
             if equal(leaves(elsewhere.options).get(key, MISSING), theirs):
                 notes[key[0]] = None  # it does nothing: the parameters are the same
                 continue
-            raise _coupled(name, f"option {_path(key)} of the group is {told(ours)} alone and {told(theirs)} with them")
+            raise _coupled(
+                name, f"option {_path(key)} of the group is {short_text(ours)} alone and {short_text(theirs)} with them"
+            )
     return tuple(notes)
 
 
@@ -373,7 +375,7 @@ def _begin(build: Build, values: Sequence[Tensor]) -> tuple[Optimizer, list[torc
     params = [torch.nn.Parameter(value.clone()) for value in values]
     optimizer = build(params)
     _raise_learning_rate(optimizer)
-    if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers want to be told
+    if callable(getattr(optimizer, "train", None)):  # schedule-free optimizers have to know
         optimizer.train()  # type: ignore[attr-defined]
     return optimizer, params
 
@@ -454,7 +456,7 @@ def _first_difference(a: _Trace, b: _Trace) -> str:
     kinds += [("option", a.options, b.options), ("attribute", a.own, b.own)]
     for kind, one, other in kinds:
         for key, left, right in _unlike(one, other):
-            return f"{kind} {_path(key)} differs: {told(left)} and {told(right)}"
+            return f"{kind} {_path(key)} differs: {short_text(left)} and {short_text(right)}"
     return ""
 
 

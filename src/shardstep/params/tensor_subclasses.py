@@ -65,10 +65,10 @@ def _opened(tensor: Any) -> dict[str, Any]:
     names, context = tensor.__tensor_flatten__()
     kind = name_of(type(tensor))
     try:
-        told = encode(context, _refuse_tensor)
+        data = encode(context, _refuse_tensor)
     except TypeError as error:
         raise TypeError(f"is a {kind}, whose __tensor_flatten__ {error}") from error
-    mark = {"class": kind, "shape": list(tensor.shape), "stride": list(tensor.stride()), "context": told}
+    mark = {"class": kind, "shape": list(tensor.shape), "stride": list(tensor.stride()), "context": data}
     return {**{name: opened(getattr(tensor, name)) for name in names}, MARK: json.dumps(mark)}
 
 

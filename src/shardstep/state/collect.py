@@ -93,8 +93,8 @@ def collect(
     receives = to is None or to == group.rank
     assembly = _Assembly(layout)
     for source in range(group.world_size):
-        told = collectives.move_json(group, header, source, to)
-        targets = assembly.place(told) if receives else []
+        received = collectives.move_json(group, header, source, to)
+        targets = assembly.place(received) if receives else []
         if source == group.rank:
             spans = [_bytes_of(tensor) for tensor in tensors]
             for target, span in zip(targets, spans, strict=receives):

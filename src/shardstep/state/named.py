@@ -105,8 +105,8 @@ class Differences(NamedTuple):
         return any(self)
 
     def __str__(self) -> str:
-        told = [f"{kind}: {_shortened(names)}" for kind, names in zip(_KINDS, self, strict=True) if names]
-        return "; ".join(told)
+        parts = [f"{kind}: {_shortened(names)}" for kind, names in zip(_KINDS, self, strict=True) if names]
+        return "; ".join(parts)
 
 
 REMEDY = "Pass strict=False to load what fits; the rest starts empty."

@@ -43,8 +43,8 @@ def plain_form(param_groups: Sequence[dict[str, Any]], snapshot: Snapshot | None
 
 def recipients(state_dict: Mapping[str, Any]) -> str:
     """Who has the full state, of which this marked dict has nothing."""
-    told = state_dict[MARK]
-    return " or ".join(f"rank {rank}" for rank in (told if isinstance(told, list) else [told]))
+    ranks = state_dict[MARK]
+    return " or ".join(f"rank {rank}" for rank in (ranks if isinstance(ranks, list) else [ranks]))
 
 
 def outer_copy(value: Any) -> Any:
@@ -115,7 +115,7 @@ def _load_undoably(local: dict[str, Any], held: HeldParameters, optimizer: Optim
 def _check_form(state_dict: Any, param_groups: Sequence[dict[str, Any]]) -> None:
     """That it is a full state dict for these groups, before anything is touched."""
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"load_state_dict expects a dict but got {_told(state_dict)}. {_REMEDY}")
+        raise TypeError(f"load_state_dict expects a dict but got {_text(state_dict)}. {_REMEDY}")
     if MARK in state_dict:
         raise ValueError(
             f"load_state_dict expects the full state, but this dict was taken on a rank that did not receive it. "
@@ -128,11 +128,11 @@ def _check_form(state_dict: Any, param_groups: Sequence[dict[str, Any]]) -> None
         )
     states, saved = state_dict["state"], state_dict["param_groups"]
     if not isinstance(states, Mapping):
-        raise ValueError(f"load_state_dict expects a dict under 'state' but got {_told(states)}. {_REMEDY}")
+        raise ValueError(f"load_state_dict expects a dict under 'state' but got {_text(states)}. {_REMEDY}")
     if not isinstance(saved, (list, tuple)) or not all(isinstance(g, Mapping) and "params" in g for g in saved):
         raise ValueError(
             "load_state_dict expects a list of dicts with the key 'params' under 'param_groups' but got "
-            f"{_told(saved)}. {_REMEDY}"
+            f"{_text(saved)}. {_REMEDY}"
         )
     if len(saved) != len(param_groups):
         raise ValueError(
@@ -149,7 +149,7 @@ def _check_form(state_dict: Any, param_groups: Sequence[dict[str, Any]]) -> None
         for index in saved_group["params"]:
             if not isinstance(states.get(index, {}), Mapping):
                 raise ValueError(
-                    f"load_state_dict expects a dict as the state of parameter {index} but got {_told(states[index])}. "
+                    f"load_state_dict expects a dict as the state of parameter {index} but got {_text(states[index])}. "
                     f"{_REMEDY}"
                 )
 
@@ -157,7 +157,7 @@ def _check_form(state_dict: Any, param_groups: Sequence[dict[str, Any]]) -> None
 _REMEDY = "Pass what state_dict() returned."
 
 
-def _told(value: Any) -> str:
+def _text(value: Any) -> str:
     return f"a {type(value).__qualname__} ({str(value)[:60]})"
 
 

@@ -32,7 +32,7 @@ class StateShard(Tensor):
     local: Tensor  # the parts in one piece, as the local optimizer has it
     writes: bool  # whether this rank saves its parts (of a copy that many ranks have, one does)
     blank: bool  # made to be loaded into: not saved, and empty unless something was loaded
-    loaded: bool  # whether DCP was told where to load
+    loaded: bool  # whether DCP asked where to load
 
     @staticmethod
     def __new__(

@@ -199,9 +199,9 @@ class ShardedOptimizer(Optimizer):
         with self.engine.consensus.reporting(call):
             index = self.engine.sharded.index_of.get(param) if isinstance(param, Tensor) else None
             if index is None:
-                told = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
+                found = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
                 raise ValueError(
-                    f"{call} expects a parameter of this optimizer but got {told} that is in none of its groups. "
+                    f"{call} expects a parameter of this optimizer but got {found} that is in none of its groups. "
                     "Pass one of model.parameters()."
                 )
             return index
@@ -224,11 +224,11 @@ class ShardedOptimizer(Optimizer):
             if not owners or not lacks:
                 continue
             options = {} if self.rank != owners[0] else options_of(self.optim.param_groups[position])
-            told = collectives.move_json(self.engine.sharded.group, encode_options(options), owners[0], to)
-            if told is not None and self.rank not in owners:
+            received = collectives.move_json(self.engine.sharded.group, encode_options(options), owners[0], to)
+            if received is not None and self.rank not in owners:
                 # What users gave is the same on every rank.
                 users = self.defaults.keys() | self.engine.sharded.builder.given_options(position)
-                found = {key: value for key, value in decode_options(told).items() if key not in users}
+                found = {key: value for key, value in decode_options(received).items() if key not in users}
                 self.optim.param_groups[position].update(found)
                 self.param_groups[position].update(
                     (key, value) for key, value in found.items() if key not in self.engine.sharded.builder.notes

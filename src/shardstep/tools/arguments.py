@@ -1,4 +1,4 @@
-"""Paths from the command line: what is wrong with one is told before anything is read or written.
+"""Paths from the command line: they are checked before anything is read or written.
 
 Everything here raises ValueError, for a wrong argument. What is wrong inside a checkpoint is none of it.
 """

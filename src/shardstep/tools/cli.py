@@ -175,7 +175,7 @@ def _import(module: str) -> None:
 
 @contextmanager
 def _naming(target: Path) -> Iterator[None]:
-    """What fails while writing is told of the target, not of a file beside it that nobody asked for."""
+    """An error while writing names the target, not the file beside it."""
     try:
         yield
     except OSError as error:
@@ -189,15 +189,15 @@ def _verify(args: Namespace) -> int:
     arguments.check_checkpoint(args.directory)
     try:
         total = inspection.data_bytes(args.directory)
-    except (CheckpointError, OSError):  # that is what will be told
+    except (CheckpointError, OSError):  # ``problems`` will say so
         total = 0
     with output.progress("verifying", total) as advance:
         problems = inspection.problems(args.directory, advance)
     for problem in problems:
         output.tell(problem)
     if args.json:
-        told = {"directory": str(args.directory), "ok": not problems, "bytes": total, "problems": problems}
-        output.print_json(told)
+        report = {"directory": str(args.directory), "ok": not problems, "bytes": total, "problems": problems}
+        output.print_json(report)
     elif not problems:
         print(f"{args.directory} is complete and undamaged ({total:,} bytes)")
     return _DAMAGED if problems else 0

@@ -285,7 +285,7 @@ def _optimizer_in(whole: Any, source: Path, key: str) -> Mapping[str, Any]:
     paths = list(_paths_in(whole))
     root = keys.root_of(paths, key)
     if root is None:
-        raise ValueError(f"{source} has nothing under the key {key!r} but has {_told(whole)}. Pass another with --key.")
+        raise ValueError(f"{source} has nothing under the key {key!r} but has {_text(whole)}. Pass another with --key.")
     form = whole
     for part in root:
         form = form[part]
@@ -298,7 +298,7 @@ def _optimizer_in(whole: Any, source: Path, key: str) -> Mapping[str, Any]:
         others = keys.optimizer_roots(paths)
         remedy = f"It has {_found('optimizer', others)}" if others else "Pass what state_dict() returned."
         raise ValueError(
-            f"{source} expects an optimizer's state dict, with 'state' and 'param_groups', but holds {_told(form)}. "
+            f"{source} expects an optimizer's state dict, with 'state' and 'param_groups', but holds {_text(form)}. "
             f"{remedy}"
         )
     return form
@@ -315,7 +315,7 @@ def _is_state_dict(form: Any) -> bool:
     )
 
 
-def _told(form: Any) -> str:
+def _text(form: Any) -> str:
     return f"{sorted(map(str, form))}" if isinstance(form, Mapping) else f"a {type(form).__name__}"
 
 
@@ -338,8 +338,8 @@ class _PlainContribution(Contribution):
     def __init__(self, form: Mapping[str, Any]) -> None:
         names: dict[Any, str] = {}
         for group in form["param_groups"]:
-            told = group.get("param_names") or [str(number) for number in group["params"]]
-            names.update(zip(group["params"], map(str, told), strict=True))
+            called = group.get("param_names") or [str(number) for number in group["params"]]
+            names.update(zip(group["params"], map(str, called), strict=True))
         groups = [
             {
                 **{key: value for key, value in group.items() if key != "param_names"},

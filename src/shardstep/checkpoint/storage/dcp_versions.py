@@ -62,7 +62,7 @@ def save(form: dict[str, Any], writer: Any, planner: Any) -> None:
     """``dcp.save`` of one rank for itself."""
     if _takes(dcp.save, "no_dist"):
         dcp.save(form, storage_writer=writer, planner=planner, no_dist=True)
-    else:  # torch 2.6: only the function below can be told
+    else:  # torch 2.6: only the function below takes no_dist
         state_dict_saver._save_state_dict(form, writer, no_dist=True, planner=planner)
 
 

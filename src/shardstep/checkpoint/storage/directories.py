@@ -51,7 +51,7 @@ def _is_replaceable(directory: Path) -> bool:
 def commit(directory: Path) -> None:
     """Give a complete checkpoint its name. From then on it is there, also after a power failure.
 
-    At every moment there is a complete one: the old one under its name, or the old one put by, or the new one.
+    At every moment there is a complete one: the old one under its name, or the old one set aside, or the new one.
     """
     aside, old = aside_of(directory), _sibling(directory, _REPLACED)
     _flush(aside)
