@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -62,6 +62,29 @@ def gap(a: Tensor, b: Tensor) -> float:
     """How far two tensors of one shape are apart."""
     wide = torch.complex128 if a.is_complex() else torch.float64
     return (a.detach().to(wide) - b.detach().to(wide)).abs().max().item()
+
+
+def difference_of_tensors(a: Sequence[Tensor], b: Sequence[Tensor]) -> str:
+    """How far tensors are apart, or nothing."""
+    apart = [gap(one, other) for one, other in zip(a, b, strict=True) if not equal(one, other)]
+    return f"the parameter differs by up to {max(apart):.2g}" if apart else ""
+
+
+def unlike(a: dict, b: dict) -> Iterator[tuple[tuple, Any, Any]]:
+    """What differs between two dicts that may hold dicts: the keys on the way there, and both values."""
+    if equal(a, b):
+        return
+    one, other = leaves(a), leaves(b)
+    for key in one | other:
+        left, right = one.get(key, MISSING), other.get(key, MISSING)
+        if not equal(left, right):
+            yield key, left, right
+
+
+def path_text(key: tuple) -> str:
+    """The keys on the way to a value, as one writes them in Python."""
+    first, *rest = key
+    return f"{first!r}{''.join(f'[{part!r}]' for part in rest)}"
 
 
 def short_text(value: Any) -> str:
