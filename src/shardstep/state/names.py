@@ -20,7 +20,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 def unwrapped(model: Module) -> Module:
     """The module inside DistributedDataParallel and torch.compile, in any order."""
     while True:
-        compiled = model._modules.get("_orig_mod")
+        compiled = dict(model.named_children()).get("_orig_mod")
         if isinstance(model, DistributedDataParallel):
             model = model.module
         elif compiled is not None:
