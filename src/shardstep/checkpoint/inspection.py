@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from shardstep.checkpoint import keys
-from shardstep.checkpoint.load_job import OPTIM, Checkpoint
+from shardstep.checkpoint.keys import OPTIM, STATE
+from shardstep.checkpoint.open_checkpoint import Checkpoint
 from shardstep.checkpoint.storage import directories
 from shardstep.checkpoint.storage.manifest import CheckpointError
 from shardstep.checkpoint.storage.reader import SafeLoadPlanner
@@ -107,7 +108,7 @@ def _values(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _steps(checkpoint: Checkpoint) -> list[float]:
     form: dict[str, Any] = {}
-    states = {(*root, "state") for root in ((OPTIM,), *keys.optimizer_roots(checkpoint.paths.values()))}
+    states = {(*root, STATE) for root in ((OPTIM,), *keys.optimizer_roots(checkpoint.paths.values()))}
     for fqn, entry in checkpoint.entries.items():
         path = checkpoint.paths[fqn]
         is_step = path[-1] == "step" and any(path[: len(state)] == state for state in states)

@@ -73,7 +73,7 @@ def _delete(directory: Path) -> None:
     if directory.exists():
         doomed = _sibling(directory, f".{secrets.token_hex(4)}{_DELETED}")
         os.rename(directory, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)  # what is in use is deleted by a later prune
+        shutil.rmtree(doomed, ignore_errors=True)  # a later prune deletes what is in use now
 
 
 def _flush(directory: Path) -> None:

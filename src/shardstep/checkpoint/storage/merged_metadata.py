@@ -50,7 +50,7 @@ def to_json(written: Written) -> dict[str, Any]:
 
 
 def _with_position(path: Sequence[Any]) -> list[Any]:
-    """Parameter groups are a list, of which a rank writes some: it gives them by position, which DCP makes a text."""
+    """Parameter groups are a list, and a rank writes some of it, by position. DCP turns the position into a text."""
     root, of_groups, *rest = [*path, "", ""]
     if (root, of_groups) == ("optim", "param_groups") and rest[0] != "":
         return [root, of_groups, int(rest[0]), *path[3:]]

@@ -25,9 +25,6 @@ from shardstep.checkpoint.storage import manifest as manifests
 from shardstep.checkpoint.storage.manifest import FileList, Item, RunningChecksum
 from shardstep.checkpoint.storage.torch_file import WINDOW_BYTES, Frame, frame_of, memory_of
 
-# What DCP says when each rank saves or loads for itself, which is how we use it.
-NO_DIST_WARNING = "torch.distributed is disabled, unavailable or uninitialized"
-
 
 class Written(NamedTuple):
     """What one rank wrote."""
