@@ -12,7 +12,7 @@ What happens when, and where, in ``save``:
 4. rank 0 collects what every rank wrote, writes DCP's metadata and the checksums, checks sizes, renames;
 5. every rank returns, or raises what failed anywhere.
 
-In ``load`` every rank reads for itself, the ranks agree that all could, and only then anything is changed.
+In ``load`` every rank reads for itself. The ranks check that all could; only then anything is changed.
 """
 
 from __future__ import annotations
@@ -57,12 +57,11 @@ def save(
 
     Collective: call on every rank of the optimizer's group, with the same arguments. (A plain ``torch.optim`` optimizer
     is saved by the process that calls, alone; other ranks that save one into the same directory are refused.) The
-    directory is complete or not there. Needs no memory to speak of. Wrappers of Accelerate, Lightning and Fabric are
-    opened.
-    Parameters are taken to be the same on every rank, as data-parallel training keeps them (``check_replicas`` tells).
+    directory is complete or not there. Needs hardly any memory. Opens the wrappers of Accelerate, Lightning and Fabric.
+    Parameters are assumed to be the same on every rank, as in data-parallel training (``check_replicas`` checks it).
 
     Args:
-        directory: of this checkpoint. A checkpoint that is there is replaced.
+        directory: of this checkpoint. An existing checkpoint is replaced.
         model: its parameters' names are the names in the checkpoint; it is saved as well.
         extra: plain data and tensors (step, scheduler, random state); rank 0's is saved.
         keep: delete all other checkpoints beside it but the newest, so that this many are left.
@@ -70,7 +69,7 @@ def save(
             optimizer waits for it.
 
     Returns:
-        A handle; ``handle.wait()`` returns when the checkpoint is complete. Without ``asynchronous`` it is.
+        A handle; ``handle.wait()`` returns when the checkpoint is complete. Without ``asynchronous`` it is already.
     """
     adapted = adapter_of(optimizer)
     _await_the_save_before(adapted)
@@ -106,8 +105,8 @@ def load(
 
     Args:
         model: whose names to use, and which is loaded too if the checkpoint has it.
-        strict: ValueError if names or shapes differ, with all that do. Otherwise parameters that the checkpoint does
-            not have start empty, as in a new optimizer, and what only the checkpoint has is left out, with a warning.
+        strict: ValueError, which lists them, if names or shapes differ. Otherwise parameters that the checkpoint lacks
+            start empty, as in a new optimizer, and what only the checkpoint has is left out, with a warning.
 
     Returns:
         What was saved as ``extra``.

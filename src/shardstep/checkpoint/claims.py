@@ -60,8 +60,8 @@ def claim(directory: Path) -> Claim:
     sign = _sign_of(directory, job, name)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        sign.touch()  # before the claim: whoever sees the claim sees it, too, if it can
-    except OSError:  # nothing can be written there: the save says so, better than this could
+        sign.touch()  # before the claim, so that whoever sees the claim and shares the directory sees the file
+    except OSError:  # nothing can be written there; the save has the better message
         return Claim()
     try:
         key = _take(directory, job, name)

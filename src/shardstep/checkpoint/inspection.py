@@ -25,7 +25,7 @@ from shardstep.comm.codec import dtype_name
 
 Progress = Callable[[int], None]  # called with bytes done
 _RANK_IN_NAME = re.compile(r"__(\d+)_\d+\.distcp$")
-_MOST_STEPS = 256  # that are read to tell the step
+_MOST_STEPS = 256  # that are read to find the step
 
 
 class Entry(NamedTuple):
@@ -46,7 +46,7 @@ class Contents(NamedTuple):
     directory: str
     entries: list[Entry]
     ranks: list[int]  # that wrote it
-    steps: list[float]  # that the optimizer has made, as its state tells; usually one number
+    steps: list[float]  # that the optimizer has made, according to its state; usually one number
     checksums: bool
     files: dict[str, int]  # name -> bytes
 
@@ -85,9 +85,9 @@ class _NotPlain:
 
 
 class _ShowingPlanner(SafeLoadPlanner):
-    """Of what only code could read it shows that it is there, for the rest to be shown all the same.
+    """Shows a stand-in for a value that only code could read, so that the rest can be shown.
 
-    (Damage that a checksum tells was found before.)
+    (Damage that a checksum shows was found before.)
     """
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -98,7 +98,7 @@ class _ShowingPlanner(SafeLoadPlanner):
 
 
 def _values(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What is no tensor, by the keys under which it was saved: what is inside a value is a part of it."""
+    """All values that are not tensors, by the keys under which they were saved."""
     form: dict[str, Any] = {
         key: None for key, entry in checkpoint.entries.items() if not isinstance(entry, TensorStorageMetadata)
     }

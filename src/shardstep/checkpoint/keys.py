@@ -1,4 +1,4 @@
-"""Where in a saved tree things lie: keys as people write them, and the paths that they stand for.
+"""Keys in a saved tree, as people write them, and the paths that they stand for.
 
 A path is a tuple of dict keys and list positions, a key is its parts with dots between. Names of parameters have dots
 of their own, so a key is never split: it is compared with the beginnings of the paths that are there.
@@ -20,7 +20,7 @@ def key_of(path: Path) -> str:
 
 
 def hint(what: str, roots: Sequence[Path]) -> str:
-    """Where something lies, for who asked at another place on the command line."""
+    """A hint for the command line: where the thing is that was not found under the given key."""
     names = [key_of(root) for root in roots]
     return f"its {what} under {' and '.join(map(repr, names))}: pass --key {names[0]}"
 
@@ -36,7 +36,7 @@ def root_of(paths: Iterable[Path], key: str) -> Path | None:
 
 
 def optimizer_roots(paths: Iterable[Path]) -> list[Path]:
-    """Under which beginnings optimizers lie: there is a list of parameter groups."""
+    """The beginnings under which there are optimizers, that is lists of parameter groups."""
     found: dict[Path, None] = {}
     for path in paths:
         for position, part in enumerate(path[:-1]):

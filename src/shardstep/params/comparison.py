@@ -15,7 +15,10 @@ _SHORT = 60
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Bit-equal, through dicts, lists, tuples and tensors that are made of others. An unknown object has no bits."""
+    """Bit-equal, through dicts, lists, tuples and tensors that are made of others.
+
+    Unknown objects count as equal if their types are.
+    """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if is_subclass(a) or is_subclass(b):
             return type(a) is type(b) and a.shape == b.shape and equal(_parts(a), _parts(b))

@@ -1,6 +1,7 @@
 """What torch's ``get_optimizer_state_dict`` and ``set_optimizer_state_dict`` want of ``optimizer.state_dict()``.
 
-They do not say it, so this file reads it from their local variables. Why there is no other way (read in torch 2.13.0):
+They do not say it, so this file reads it from their local variables. Why there is no other way, as read in torch 2.6.0,
+2.9.1, 2.13.0 and 2.15.0:
 
 - they call ``optimizer.state_dict()`` and ``optimizer.load_state_dict(state_dict=...)`` and pass nothing else. The
   user's ``StateDictOptions`` (full or sharded, offloaded, broadcast) stay in a local ``info``;

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan
 
-# Fields that a later version writes: all may be in a file, and none has a meaning for who has no such field.
+# Fields that later versions write. They may be in a file; a version without the field ignores them.
 _LATER_FIELDS = {
     "Metadata": ("version",),  # torch >= 2.9
     "_StorageInfo": ("transform_descriptors",),  # torch >= 2.7
@@ -49,8 +49,8 @@ def metadata_of(entries: dict[str, Any], paths: dict[str, Any], storage: dict[An
 
 
 def without_data() -> AbstractContextManager[None]:
-    """In it ``torch.load`` tells what an object consists of, and leaves out the tensors' bytes."""
-    # torch 2.6 has skip_data for saving only: there the bytes are read as well. (Nothing but the number tells.)
+    """Within this context ``torch.load`` builds an object without reading the bytes of its tensors."""
+    # torch 2.6 has skip_data for saving only: there the bytes are read as well. (Only the version number shows it.)
     return torch.serialization.skip_data() if torch.__version__ >= "2.7" else nullcontext()
 
 
@@ -95,7 +95,7 @@ def save_in_thread(form: dict[str, Any], writer: Any, planner: Any, process_grou
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """DCP's planner, of a rank for itself, which may have a part of a tensor only."""
+    """DCP's planner for one rank by itself, which may hold only a part of a tensor."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if torch.__version__ >= "2.9":
