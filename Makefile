@@ -3,10 +3,12 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 RIVALS := .venv-bench
+TORCH  ?= 2.13.0
+OTHER  := .venv-torch-$(TORCH)
 NPROC  ?= 2
 ARGS   ?=
 
-.PHONY: train test test-all test-optimizers test-frameworks lint format bench-core bench-step bench-checkpoint clean
+.PHONY: train test test-all test-optimizers test-frameworks test-torch lint format bench-core bench-step bench-checkpoint bench-compare clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -43,6 +45,17 @@ $(VENV)/installed-frameworks: $(VENV)/installed
 test-frameworks: $(VENV)/installed-frameworks
 	$(BIN)/python -m pytest tests/frameworks tests/ranks/test_wrapped_optimizers.py $(ARGS)
 
+# The suite with another torch, without the frameworks: make test-torch TORCH=2.9.1 PYTHON=python3.12. Every version has
+# an environment of its own (5-7 GB with its CUDA libraries); torch is named again so that nothing else changes it.
+$(OTHER)/installed: pyproject.toml
+	test -x $(OTHER)/bin/python || $(PYTHON) -m venv $(OTHER)
+	$(OTHER)/bin/pip install --quiet torch==$(TORCH)
+	$(OTHER)/bin/pip install --quiet torch==$(TORCH) --editable '.[test]'
+	touch $@
+
+test-torch: $(OTHER)/installed
+	$(OTHER)/bin/python -m pytest -m "not again and not optimizers" --ignore tests/frameworks $(ARGS)
+
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -71,5 +84,9 @@ bench-step: $(RIVALS)/installed
 bench-checkpoint: $(VENV)/installed
 	$(BIN)/python -m benchmarks.checkpoint $(ARGS)
 
+# Is this commit slower than an earlier one? Both in turns: make bench-compare BASE=main~20
+bench-compare: $(VENV)/installed
+	$(BIN)/python -m benchmarks.compare $(BASE) $(ARGS)
+
 clean:
-	rm -rf $(VENV) $(RIVALS) .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RIVALS) .venv-torch-* .pytest_cache .ruff_cache .hypothesis

@@ -11,6 +11,11 @@ import torch
 Muon: Any = getattr(torch.optim, "Muon", None)  # torch >= 2.9
 needs_muon = pytest.mark.skipif(Muon is None, reason=f"torch {torch.__version__} has no torch.optim.Muon")
 
+needs_copies_of_async_save = pytest.mark.skipif(
+    torch.__version__ < "2.7",
+    reason=f"dcp.async_save of torch {torch.__version__} copies no tensor that is on the CPU: they change meanwhile",
+)
+
 
 def with_muon_if_there(names: Iterable[str]) -> list[Any]:
     """For ``parametrize``: the cases of Muon are skipped if there is none."""

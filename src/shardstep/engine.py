@@ -223,7 +223,7 @@ class Engine:
                 f"({self.progress.failure}). Start the processes again, from a checkpoint."
             )
         if self.progress.failure:
-            started = {"started": str(self.sharded.gathers_started)}
+            started = {"started": str(self.progress.gathers_started)}
             self.consensus.check_equal("step (the previous one failed)", [("gathers", started)])
 
     def _evaluation(self, closure: Closure, source: StepGradients, param_groups: ParamGroups) -> Closure:

@@ -134,13 +134,11 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
         mode = {"shard_gradients": str(shard_gradients), "overlap_with_ddp": str(overlap_with_ddp), **settings.facts()}
         mode |= {"broadcast_parameters": str(broadcast_parameters), "lazy_gather": str(lazy_gather)}
         consensus.check_equal("ZeroRedundancyOptimizer", sharded.facts(self.param_groups, mode))
-        source: GradientSource
+        source: GradientSource = ParameterGradients(sharded)
         if shard_gradients:
             source = ReducedGradients(sharded, consensus, settings, attendance, broadcast_parameters)
         elif overlap_with_ddp:
             source = DdpBucketGradients(sharded)
-        else:
-            source = ParameterGradients(sharded)
         source.adopt(list(sharded.params.values()))
         sharded.settle()
         source.extend()

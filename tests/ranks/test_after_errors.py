@@ -95,8 +95,8 @@ def test_a_rank_that_fails_alone_and_goes_on_ends_in_errors_on_all_ranks_never_i
         assert "restart" in told[-1] or "Start the processes again" in told[-1] or "expects a call" in told[-1], told
 
 
-def _in_another_exchange(rank, world_size, way):
-    """Rank 1 counts one exchange more than rank 0, as if it had gone on by itself."""
+def _in_another_collective(rank, world_size, way):
+    """Rank 1 counts one collective more than rank 0, as if it had gone on by itself."""
     choose("shared memory")
     model = torch.nn.Linear(40, 40)
     options = {"lazy_gather": way == "lazy", "overlap_with_ddp": way == "hook"}
@@ -107,14 +107,14 @@ def _in_another_exchange(rank, world_size, way):
         called.register_comm_hook(None, hook_with_zero_step(allreduce_hook, called, opt))
     ring = opt.engine.sharded._ring
     if rank == 1:
-        ring._taken, ring._heard = ring._taken + 1, ring._heard + 1
+        ring._taken, ring._received = ring._taken + 1, ring._received + 1
     if way == "hidden":  # by an error of the optimizer, while the first bucket is on its way
         FailsOnce.fails_at = FailsOnce.calls + 2
     told = []
     for round in range(4):
         try:
             if way == "hook" and round > 0:  # DDP itself makes no further backward: ask what its hook would ask
-                opt._begin_step()
+                opt.engine.begin(opt.param_groups)
             called(torch.ones(3, 40)).sum().backward()
             opt.step()
         except (ArithmeticError, RuntimeError) as error:
@@ -123,10 +123,10 @@ def _in_another_exchange(rank, world_size, way):
 
 
 @pytest.mark.parametrize("way", ["plain", "lazy", "hook", "hidden"])
-def test_after_ranks_were_in_different_exchanges_no_further_step_is_made(way):
+def test_after_ranks_were_in_different_collectives_no_further_step_is_made(way):
     """What they have sent each other since is unknown, whatever the counts say afterwards."""
-    for told in run_ranks(_in_another_exchange, 2, way, pg_timeout=10):
-        first = "on the way" if way == "hidden" else "in the same exchange"
+    for told in run_ranks(_in_another_collective, 2, way, pg_timeout=10):
+        first = "on the way" if way == "hidden" else "in the same collective"
         assert first in told[0], told
         assert len(told) >= 3, told
         assert all("Start the processes again, from a checkpoint" in text for text in told[1:]), told

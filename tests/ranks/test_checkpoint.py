@@ -33,7 +33,7 @@ from shardstep import ZeroRedundancyOptimizer, checkpoint
 from shardstep.checkpoint import Reader
 from tests.harness import run_ranks
 from tests.oracle import assert_same
-from tests.versions import Muon, with_muon_if_there
+from tests.versions import Muon, needs_copies_of_async_save, with_muon_if_there
 
 LIMITS = {"timeout": 80, "pg_timeout": 30}
 SAVED_AT, END = 3, 6  # steps
@@ -501,6 +501,7 @@ def save_asynchronously_with_dcp(rank: int, world: int, root: Path, end: dict[st
         check(model, optimizer, end, mode)
 
 
+@needs_copies_of_async_save
 def test_dcps_own_async_save_keeps_the_state_of_the_call(zoo, tmp_path):
     expected = torch.load(zoo / "expected.pt")
     run_ranks(save_asynchronously_with_dcp, 3, tmp_path, expected[END], **LIMITS)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -318,3 +319,70 @@ def refusals(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_optimizers_that_communicate_wrap_another_or_take_no_groups_are_refused_by_name(world_size):
     run_ranks(refusals, world_size)
+
+
+# --- arguments of step ------------------------------------------------------------------------------------------------
+
+
+class Wants(Habit):
+    """A step with an argument that it needs: in the sweep's words, ``step(closure, loss)``."""
+
+    def step(self, closure: Any = None, *, factor: float) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            group["factor"] = factor
+        return super().step(closure)
+
+    def update(self, param: torch.Tensor, state: dict, group: dict) -> None:
+        param.grad.mul_(group["factor"])
+        super().update(param, state, group)
+
+
+class WantsInSecret(Wants):
+    """The same with a default that does not do, as in torch's own test."""
+
+    def step(self, closure: Any = None, factor: Any = None) -> Any:
+        return super().step(closure, factor=factor.pop())
+
+
+def step_with(kind: type, optimizer: torch.optim.Optimizer, params: list, numbers: range) -> None:
+    for number in numbers:
+        for position, param in enumerate(params):
+            param.grad = torch.full_like(param, 0.1 * (number + position))
+        optimizer.step(factor=[1.0 + number] if kind is WantsInSecret else 1.0 + number)  # type: ignore[call-arg]
+
+
+def wants_an_argument(rank: int, world_size: int, kind: type, folder: Path) -> None:
+    lines: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = lines.append  # type: ignore[method-assign]
+    logging.getLogger("shardstep").addHandler(handler)
+    ours, theirs = parameters(), parameters()
+    plain = kind([{"params": theirs[:2]}, {"params": theirs[2:], "lr": 0.05}])
+    sharded = ZeroRedundancyOptimizer([{"params": ours[:2]}, {"params": ours[2:], "lr": 0.05}], kind)
+    told = [line.getMessage() for line in lines]
+    assert len(told) == (rank == 0), told  # once, not for every group and rank
+    assert all("wants an argument (factor)" in text and "kept whole" in text for text in told), told
+    assert not sharded.layout.cut_params
+    step_with(kind, plain, theirs, range(3))
+    step_with(kind, sharded, ours, range(3))
+    assert_same(values_of(ours), values_of(theirs))
+    sharded.consolidate_state_dict(to=0)
+    if rank == 0:
+        assert_same(sharded.state_dict()["state"], plain.state_dict()["state"])
+    checkpoint.save(folder / "c", sharded, extra={"weights": values_of(ours)})
+    ours = parameters()
+    sharded = ZeroRedundancyOptimizer([{"params": ours[:2]}, {"params": ours[2:], "lr": 0.05}], kind)
+    with torch.no_grad():
+        for param, value in zip(ours, checkpoint.load(folder / "c", sharded)["weights"], strict=True):
+            param.copy_(value)
+    step_with(kind, plain, theirs, range(3, 6))
+    step_with(kind, sharded, ours, range(3, 6))
+    assert_same(values_of(ours), values_of(theirs))
+    with pytest.raises(ValueError, match=r"shard='element' expects .* its step wants an argument"):
+        ZeroRedundancyOptimizer(parameters(), kind, shard="element")
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("kind", [Wants, WantsInSecret])
+def test_an_optimizer_whose_step_wants_an_argument_is_kept_whole_and_gets_it(kind, world_size, tmp_path):
+    run_ranks(wants_an_argument, world_size, kind, tmp_path)

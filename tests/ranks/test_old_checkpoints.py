@@ -249,6 +249,9 @@ def load_with_dcp(rank: int, world: int, oracles: Path) -> None:
                 "model": program.model.state_dict(),
                 "optim": program.optimizer.sharded_state_dict(program.model),
             }
+            if "decoupled_weight_decay" not in program.optimizer.defaults:  # AdamW has it with torch >= 2.7
+                for group in expected["saved"]["optim"]["param_groups"]:
+                    group.pop("decoupled_weight_decay", None)  # DCP loads the options that are there
             dcp.load(form, checkpoint_id=SAVED / name)
             program.model.load_state_dict(form["model"])
             program.optimizer.load_sharded_state_dict(form["optim"], program.model)

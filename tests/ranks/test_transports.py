@@ -163,7 +163,7 @@ def _take_too_many(rank, world_size):
     assert not ring.is_full
     ring.take(), ring.take()
     assert ring.is_full
-    with pytest.raises(RuntimeError, match="expects at most 2 exchanges in flight"):
+    with pytest.raises(RuntimeError, match="expects at most 2 collectives in flight"):
         ring.take()
     ring.release()
     ring.take()

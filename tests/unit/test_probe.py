@@ -1013,6 +1013,36 @@ def test_an_optimizer_whose_step_takes_no_closure_is_probed():
     assert verdict_on(Refuses)[:2] == (True, True)
 
 
+def test_an_optimizer_whose_step_wants_an_argument_is_kept_whole():
+    class Wants(Rule):
+        def step(self, closure=None, *, loss):
+            super().step()
+
+    class WantsInSecret(Rule):
+        def step(self, closure=None, losses=None):
+            super().step()
+            losses.append(5)
+
+    for rule, name in ((Wants, "loss"), (WantsInSecret, "losses")):
+        verdict = verdict_on(rule)
+        assert verdict[:3] == (False, False, f"its step wants an argument ({name}), which a probe does not have")
+        assert verdict.unseen
+
+
+def test_an_optimizer_that_fails_for_another_reason_than_an_argument_is_refused():
+    class Differentiates(Rule):  # as AdaHessian does
+        def step(self, closure=None, hessian=None):
+            torch.autograd.grad(self.param_groups[0]["params"][0].grad.sum(), self.param_groups[0]["params"])
+
+    class Wrong(Rule):
+        def step(self, closure=None):
+            raise TypeError("no")
+
+    for rule in (Differentiates, Wrong):
+        with pytest.raises(ValueError, match="stepping a dense 2D tensor with it failed"):
+            verdict_on(rule)
+
+
 def test_the_verdict_says_whether_state_exists_before_the_first_step():
     class Eager(Rule):
         def __init__(self, params, **options) -> None:

@@ -1,6 +1,6 @@
 """Reading something of all ranks' gradients: a norm, a flag for infs. Every rank has to ask, for the same.
 
-A rank that asks alone would wait for the others until the process group gives up; then it is told who did not ask. If
+A rank that asks alone waits for the others until the process group gives up; then the error says who did not ask. If
 the others ask for something else at that moment, their answers would be mixed up; so on the CPU every answer comes with
 what it is for. (On an accelerator the host would have to wait for that.)
 """

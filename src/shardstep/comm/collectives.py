@@ -48,7 +48,7 @@ class Handle(NamedTuple):
             work.wait()
 
     def wait_for(self, seconds: float) -> bool:
-        """Whether it came to its end in that time. For ``exchange_headers`` only, which can be waited for again."""
+        """Whether it came to its end in that time. For ``share_headers`` only, which can be waited for again."""
         try:
             for work in self.works:
                 work.wait(timedelta(seconds=seconds))
@@ -92,7 +92,7 @@ def _gather_pairwise(group: Group, shards: Sequence[Sequence[Tensor]]) -> Iterat
             yield dist.isend(tensor, group=process_group, group_dst=target, tag=_TAG)  # type: ignore[misc]
 
 
-def exchange_signals(group: Group, number: int) -> Handle:
+def share_signals(group: Group, number: int) -> Handle:
     """Start to send a byte to every other rank and to receive one from each: ``handle.memory``, by rank.
 
     Waiting means: all came to this point.
@@ -101,8 +101,8 @@ def exchange_signals(group: Group, number: int) -> Handle:
     return Handle(tuple(_gather_pairwise(group, [[signal] for signal in signals.split(1)])), signals)
 
 
-def exchange_headers(group: Group, header: Tensor) -> Handle:
-    """Start to tell every rank a few bytes, and to be told: ``handle.memory``, a row per rank. CPU tensors only."""
+def share_headers(group: Group, header: Tensor) -> Handle:
+    """Start to send every rank a few bytes, and to receive theirs: ``handle.memory``, a row per rank. On the CPU."""
     headers = torch.empty((group.world_size, header.numel()), dtype=torch.uint8)
     if group.world_size == 1:
         headers[0] = header

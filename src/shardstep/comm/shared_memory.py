@@ -1,10 +1,10 @@
-"""A second way for CPU ranks of one host to gather: through memory that they share, instead of sockets.
+"""A second way for CPU ranks of one host to gather and reduce: through memory that they share, instead of sockets.
 
-A rank writes its shard of a bucket into a slot, tells the others with a byte each, and they read it from there: two
+A rank writes its part of a bucket into a slot, signals the others with a byte each, and they read it from there: two
 copies in memory instead of two through the kernel and a wake-up per packet.
 
 [Note: when a slot may be written again]
-Exchanges are numbered alike on all ranks. With at most K in flight, number x uses slot x mod 2K. A rank that starts x
+Collectives are numbered alike on all ranks. With at most K in flight, number x uses slot x mod 2K. A rank that starts x
 has finished x - K, so it has a byte for x - K from every other rank; each of them had then started x - K, and therefore
 finished x - 2K, the one that used the slot before. No further synchronisation is needed.
 """
@@ -22,11 +22,8 @@ from shardstep.comm import collectives
 from shardstep.comm.collectives import Handle
 from shardstep.comm.process_group import Group
 
-# Gathers in flight at the same time: enough to keep the wire busy while the next bucket is updated, and a bound on the
-# memory for staging.
-MAX_IN_FLIGHT = 4
 _FOLDER = "/dev/shm"
-_NUMBERS = 251  # exchanges are told apart by a byte
+_NUMBERS = 251  # collectives are numbered by a byte
 
 
 class SharedMemoryRing:
@@ -40,19 +37,19 @@ class SharedMemoryRing:
 
     @property
     def in_flight(self) -> int:
-        """How many exchanges may be in flight."""
+        """How many collectives may be in flight."""
         return len(self._slots) // 2
 
     @property
     def is_full(self) -> bool:
-        """Whether an exchange has to end before the next one may take a slot. Whoever takes slots asks this first."""
+        """Whether an collective has to end before the next one may take a slot. Whoever takes slots asks this first."""
         return self._taken - self._received >= self.in_flight
 
     def take(self) -> Tensor:
-        """The slot of the next exchange, as bytes. Every rank takes slots in the same order."""
+        """The slot of the next collective, as bytes. Every rank takes slots in the same order."""
         if self.is_full:  # no assert: the note above rests on this, and without it memory is overwritten silently
             raise RuntimeError(
-                f"shared memory expects at most {self.in_flight} exchanges in flight, but one more was started. This "
+                f"shared memory expects at most {self.in_flight} collectives in flight, but one more was started. This "
                 "is a mistake in shardstep: please report it, and set SHARDSTEP_SHARED_MEMORY=0 meanwhile."
             )
         slot = self._slots[self._taken % len(self._slots)]
@@ -60,20 +57,20 @@ class SharedMemoryRing:
         return slot
 
     def signal(self) -> Handle:
-        """Tell the other ranks that this one has written, and start to wait for the same from them."""
-        return collectives.exchange_signals(self._group, self._taken % _NUMBERS)
+        """Signal the other ranks that this one has written, and start to wait for the same from them."""
+        return collectives.share_signals(self._group, self._taken % _NUMBERS)
 
     def release(self) -> None:
-        """The oldest exchange is over: all ranks have written, and this one has read or is about to."""
+        """The oldest collective is over: all ranks have written, and this one has read or is about to."""
         self._received += 1
 
     def received(self, handle: Handle) -> None:
-        """All ranks have written, according to a handle that was waited for. RuntimeError if not the same exchange."""
+        """All ranks have written, as a handle says that was waited for. RuntimeError if not the same collective."""
         self.release()
         numbers = handle.memory.tolist() if handle.memory is not None else []
         if any(number != self._received % _NUMBERS for number in numbers):
             raise RuntimeError(
-                f"step expects all ranks to be in the same exchange, but they are in {numbers} (counted modulo "
+                f"step expects all ranks to be in the same collective, but they are in {numbers} (counted modulo "
                 f"{_NUMBERS}, by rank). A rank failed in an earlier step and went on: restart from a checkpoint."
             )
 
@@ -81,7 +78,7 @@ class SharedMemoryRing:
 def open_ring(group: Group, in_flight: int, slot_bytes: int) -> SharedMemoryRing | None:
     """Slots of ``slot_bytes`` shared by all ranks, or None if they cannot share memory (other hosts, no space).
 
-    Enough for exactly ``in_flight`` exchanges at once.
+    Enough for exactly ``in_flight`` collectives at once.
 
     Collective: call on every rank of the group. Rank 0 makes a file in memory that only its user can open, and removes
     its name once all ranks have mapped it: nothing is left behind, unless it is killed in between. A rank on which the
@@ -93,9 +90,9 @@ def open_ring(group: Group, in_flight: int, slot_bytes: int) -> SharedMemoryRing
     wanted = os.environ.get("SHARDSTEP_SHARED_MEMORY") != "0"
     memory = _create(path, secret, size) if wanted and group.rank == 0 else None
     try:
-        told = collectives.move_json(group, [path, secret], 0, None)
+        found = collectives.move_json(group, [path, secret], 0, None)
         if wanted and group.rank != 0:
-            memory = _attach(told[0], told[1], size)
+            memory = _attach(found[0], found[1], size)
         everyone = all(row[0] for row in collectives.all_gather_ints(group, [memory is not None]))
     finally:
         if group.rank == 0 and os.path.exists(path):

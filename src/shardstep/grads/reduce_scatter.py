@@ -49,7 +49,7 @@ class BucketReduceScatter:
         self._sum_dtype = torch.float32 if self.dtype in _HALF else self.dtype
         self.reports = collectives.sends_pairwise(group, like.device)  # whether headers go along
         self.ranges = [bucket.shard_range(rank) for rank in range(group.world_size)]
-        self._lane_bytes = bucket.numel * self.dtype.itemsize
+        self._part_bytes = bucket.numel * self.dtype.itemsize
         self._slot_bytes = slot_bytes(bucket.numel, self.dtype, group)
         self._gaps = _gaps(bucket)
         self._zeros = torch.zeros(max([1, *self._gaps]), dtype=self.dtype, device=like.device)
@@ -64,20 +64,20 @@ class BucketReduceScatter:
     ) -> ReduceScatter:
         """Pack the bucket's gradients, in its order (None: zeros), send everybody their part, and tell about it.
 
-        ``source`` may be a scatter that was not met: then it is told about once more. ``slot``: shared memory to pack
+        ``source`` may be one that was not met: then it is reported once more. ``slot``: shared memory to pack
         into, if there is any. ``tag``: the same for scatters that are to meet.
         """
         if not self.reports:
             return self._start_native([] if isinstance(source, ReduceScatter) else source)
         if slot is not None and self._slot_bytes <= slot.numel():
-            lanes = self._lanes(slot)
-            mine = lanes[self._group.rank]
+            parts = self._parts(slot)
+            mine = parts[self._group.rank]
             if isinstance(source, ReduceScatter):
                 mine.copy_(source.packed)
             else:
                 self._pack(source, mine)
             low, high = self.mine
-            return ReduceScatter(self._report(header), mine, Handle(()), [lane[low:high] for lane in lanes])
+            return ReduceScatter(self._report(header), mine, Handle(()), [part[low:high] for part in parts])
         if isinstance(source, ReduceScatter):
             return source._replace(headers=self._report(header))
         packed = self._pack(source, self._empty(self._bucket.numel))
@@ -101,7 +101,7 @@ class BucketReduceScatter:
         return torch.empty(numel, dtype=self.dtype, device=self.device)
 
     def _report(self, header: Tensor) -> Handle:
-        return collectives.exchange_headers(self._group, header)
+        return collectives.share_headers(self._group, header)
 
     def _start_native(self, gradients: Sequence[Tensor | None]) -> ReduceScatter:
         shard = self._bucket.equal_shard
@@ -125,15 +125,15 @@ class BucketReduceScatter:
             torch.cat(sources, out=target)
         return target
 
-    def _lanes(self, slot: Tensor) -> list[Tensor]:
+    def _parts(self, slot: Tensor) -> list[Tensor]:
         """A slot has room for everybody's whole bucket, side by side."""
-        lane = slot.numel() // self._group.world_size // 64 * 64
-        starts = (rank * lane for rank in range(self._group.world_size))
-        return [slot[start : start + self._lane_bytes].view(self.dtype) for start in starts]
+        size = slot.numel() // self._group.world_size // 64 * 64
+        starts = (rank * size for rank in range(self._group.world_size))
+        return [slot[start : start + self._part_bytes].view(self.dtype) for start in starts]
 
 
 def slot_bytes(numel: int, dtype: torch.dtype, group: Group) -> int:
-    """The size of a slot for a bucket: a lane for every rank, each on a boundary of 64 bytes."""
+    """The size of a slot for a bucket: a part for every rank, each on a boundary of 64 bytes."""
     return -(-numel * dtype.itemsize // 64) * 64 * group.world_size
 
 

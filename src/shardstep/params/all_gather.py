@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -15,13 +14,10 @@ from shardstep.comm.process_group import Group
 from shardstep.comm.shared_memory import SharedMemoryRing
 from shardstep.layout.specs import Bucket, Piece
 from shardstep.params.pieces import flat
+from shardstep.params.staging import Staging
 
 # Between pairs of ranks a piece of at least this size is sent from where it lies; smaller ones are packed first.
 DIRECT_BYTES = 64 * 1024
-# A staging buffer of at most this size is kept from step to step: making thousands of small views anew costs more
-# than the copies themselves.
-KEPT_BYTES = 4 * 1024 * 1024
-KEPT_VIEWS = 4096  # per buffer, of which a ring has eight
 
 
 class AllGatherHandle(NamedTuple):
@@ -59,7 +55,7 @@ class BucketAllGather:
             for rank in range(group.world_size):
                 shard = [piece for piece in bucket.pieces(rank) if active[piece.param]]
                 if buffer is None:
-                    self._direct[rank], packed[rank] = self._sort_by_size(shard, params, mine=rank == group.rank)
+                    self._direct[rank], packed[rank] = self._sort_by_size(shard, params)
                     continue
                 runs = [buffer[low:high] for low, high in _runs(bucket, shard)]
                 if self._ring is not None:
@@ -69,12 +65,12 @@ class BucketAllGather:
         # Received into without torch's noticing: whoever still holds a graph over them has to be told.
         unnoticed = self._in_place is not None or any(self._direct) or buffer is not None
         self._written = [params[index] for index in bucket.params if active[index]] if unnoticed else []
-        self._staging = _Staging(packed, group.rank, even=not self._pairwise) if any(packed) else None
+        self._staging = Staging(packed, group.rank, even=not self._pairwise) if any(packed) else None
         self.empty = self._in_place is None and not any(self._direct) and self._staging is None
 
     @property
     def must_wait(self) -> bool:
-        """Whether an earlier exchange has to be finished before this one can start."""
+        """Whether an earlier all-gather has to be finished before this one can start."""
         return self._ring is not None and self._staging is not None and self._ring.is_full
 
     def start(self) -> AllGatherHandle:
@@ -116,15 +112,13 @@ class BucketAllGather:
             self._in_place = _bytes(flat(param)) if param.is_contiguous() else None
         return self._in_place is not None
 
-    def _sort_by_size(
-        self, shard: Sequence[Piece], params: Mapping[int, Tensor], mine: bool
-    ) -> tuple[list[Tensor], list[Tensor]]:
+    def _sort_by_size(self, shard: Sequence[Piece], params: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """What of a shard is sent from where it lies, as bytes, and what is packed first."""
         direct, packed = [], []
         for piece in shard:
             param = params[piece.param]
             large = self._pairwise and self._ring is None and piece.numel * param.element_size() >= DIRECT_BYTES
-            if piece.whole and not (param.is_contiguous() and (large or mine)):
+            if not param.is_contiguous():  # whole: those that are cut were made contiguous
                 packed.append(param)
                 continue
             span = flat(param)[piece.start : piece.stop]
@@ -133,76 +127,6 @@ class BucketAllGather:
             else:
                 packed.append(span)
         return direct, packed
-
-
-class _Staging:
-    """The small pieces of a bucket (with ring: all of them), packed into one buffer, rank by rank.
-
-    Packing and unpacking are one call each: no Python work per piece. Views of a buffer are made once and kept.
-    """
-
-    def __init__(self, packed: Sequence[Sequence[Tensor]], rank: int, even: bool) -> None:
-        sizes = [sum(tensor.numel() for tensor in tensors) for tensors in packed]
-        # Equal regions (for a native all-gather) where they waste at most half of the buffer.
-        self.even = even and sum(sizes) * 2 >= max(sizes) * len(sizes)
-        lengths = [max(sizes)] * len(sizes) if self.even else sizes
-        ends = list(accumulate(lengths))
-        self.regions = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
-        self._packed = packed
-        self._rank = rank
-        self._sources = list(packed[rank])
-        self._flat_sources = all(source.dim() == 1 for source in self._sources)
-        self._targets = [tensor for owner, tensors in enumerate(packed) if owner != rank for tensor in tensors]
-        self._own: Tensor | None = None
-        self._views: dict[int, tuple[Tensor, list[Tensor], list[Tensor]]] = {}  # by address of the buffer
-
-    def own_buffer(self, like: Tensor) -> Tensor:
-        """A buffer that no other rank sees. A small one is kept from step to step."""
-        if self._own is None:
-            with torch.inference_mode(False):  # it may be used again outside of it
-                self._own = torch.empty(self.regions[-1][1], dtype=like.dtype, device=like.device)
-        return self._own
-
-    def pack(self, buffer: Tensor) -> Tensor:
-        """Copy this rank's pieces into the buffer and return it."""
-        if buffer.data_ptr() not in self._views:
-            with torch.inference_mode(False):
-                self._views[buffer.data_ptr()] = self._divide(buffer)
-        mine, slots, _ = self._views[buffer.data_ptr()]
-        with torch.no_grad():
-            if self._sources and self._flat_sources:
-                torch.cat(self._sources, out=mine)  # several times faster than a foreach copy on the CPU
-            elif self._sources:
-                torch._foreach_copy_(slots, self._sources)
-        return buffer
-
-    def unpack(self, buffer: Tensor) -> None:
-        """Copy what arrived to the parameters of the other ranks."""
-        if self._targets:
-            with torch.no_grad():
-                torch._foreach_copy_(self._targets, self._views[buffer.data_ptr()][2])
-        if self._own is not None and self._own.nbytes > KEPT_BYTES:
-            self._own = None
-            self._views.clear()
-        elif len(self._targets) > KEPT_VIEWS:
-            self._views.clear()
-
-    def _divide(self, buffer: Tensor) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-        """My region, my slots in it (unless it is filled as a whole), and the slots of the other ranks."""
-        slots = [self._slots_of(buffer, owner) for owner in range(len(self._packed))]
-        low = self.regions[self._rank][0]
-        mine = buffer[low : low + sum(source.numel() for source in self._sources)]
-        theirs = [slot for owner, own in enumerate(slots) if owner != self._rank for slot in own]
-        return mine, slots[self._rank], theirs
-
-    def _slots_of(self, buffer: Tensor, owner: int) -> list[Tensor]:
-        tensors = self._packed[owner]
-        if not tensors or (owner == self._rank and self._flat_sources):
-            return []
-        sizes = [tensor.numel() for tensor in tensors]
-        low = self.regions[owner][0]
-        views = buffer[low : low + sum(sizes)].split(sizes)
-        return [view.view(tensor.shape) for view, tensor in zip(views, tensors, strict=True)]
 
 
 def _runs(bucket: Bucket, shard: Sequence[Piece]) -> list[tuple[int, int]]:

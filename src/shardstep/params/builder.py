@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ from shardstep.layout.specs import ParamSpec
 from shardstep.params import groups, tensor_subclasses
 from shardstep.params.local_optimizer import inner_optimizers, options_of, run_step, undisturbed
 from shardstep.params.probe import Verdict, examine
+
+logger = logging.getLogger(__name__)
 
 
 class OptimizerBuilder:
@@ -58,6 +61,17 @@ class OptimizerBuilder:
         if key not in self._probed:
             self._probed[key] = examine(self._optimizer_class, self._defaults, options, like, vouched=wish == "tensor")
         return self._probed[key]
+
+    def log_what_was_not_checked(self) -> None:
+        """Say that parameters are kept whole because the probe could not step the optimizer, if so."""
+        unseen = next((verdict for verdict in self._verdicts if verdict.unseen), None)
+        if unseen is not None:
+            logger.warning(
+                "%s: %s. Its parameters are kept whole, as with shard='tensor'; that it updates every tensor by itself "
+                "was not checked.",
+                getattr(self._optimizer_class, "__name__", self._optimizer_class),
+                unseen.reason,
+            )
 
     def forget(self, count: int) -> None:
         """Keep what is known of the first ``count`` groups."""

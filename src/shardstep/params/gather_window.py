@@ -38,7 +38,7 @@ class GatherWindow:
         while len(self._in_flight) >= MAX_IN_FLIGHT or gather.must_wait:
             self.finish_oldest()
         with record_function("shardstep::gather"):
-            self._sharded.gathers_started += 1
+            self._progress.gathers_started += 1
             try:
                 self._in_flight.append((position, gather, gather.start()))
             except RuntimeError as error:

@@ -2,8 +2,12 @@
 
 After a lazy step the last gathers are under way while the program goes on. Until its gather is finished, a parameter's
 class is ``InFlightParameter``: every torch function, method or attribute that would read or write it finishes the
-gather first and makes it an ordinary ``Parameter`` again. (torch changes the class of lazy modules' parameters in the
-same way.) So a forward waits bucket by bucket, and ``state_dict``, an EMA, a checkpoint or a print never see a mixture.
+gather first and makes it an ordinary ``Parameter`` again. So a forward waits bucket by bucket, and ``state_dict``, an
+EMA, a checkpoint or a print never see a mixture.
+
+There is no other way to protect readers that are no module: forward hooks would need the model, and would not see an
+EMA. The parameter object must stay the one that the model has, so its class changes, as that of the parameters of
+torch's own lazy modules does.
 """
 
 from __future__ import annotations

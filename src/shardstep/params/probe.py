@@ -53,6 +53,7 @@ class Verdict(NamedTuple):
     subclasses: tuple[type, ...] = ()  # of tensors made of other tensors, that its states are
     notes: tuple[str, ...] = ()  # options in which it notes which parameters there are
     moves_first: bool = False  # its step moves the parameters before it calls the closure, or may do so
+    unseen: bool = False  # its step cannot be tried: nobody knows whether it updates every tensor by itself
 
 
 def examine(
@@ -65,7 +66,8 @@ def examine(
     """Probe ``optimizer_class`` with the options of one group, on tensors with the device and dtype of ``like``.
 
     ValueError if it couples its parameters or keeps what cannot be carried; and, unless the user vouched for it, if
-    nothing can be seen of that: it cannot step the probe, or its steps are random.
+    nothing can be seen of that: it cannot step the probe, or its steps are random. One whose step wants an argument
+    cannot be tried at all: it is kept whole.
     """
 
     def build(tensors: Sequence[Tensor]) -> Optimizer:
@@ -92,6 +94,10 @@ def _examine(subject: Subject, like: Tensor, vouched: bool) -> Verdict:
         together = run_trial(build, tensors, gradients())
         large = run_trial(build, [scattered(LARGE_SHAPE, like, PHASE)], gradients(), steps=1)
     except Exception as error:
+        wanted = _wanted_arguments(fresh, error)
+        if wanted:
+            reason = f"its step wants an argument ({wanted}), which a probe does not have"
+            return Verdict(False, False, reason, eager, moves_first=True, unseen=True)
         if not vouched:
             refusals.refuse_unsteppable(name, error)
         return Verdict(False, False, f"it cannot step the probe ({error})", eager, moves_first=True)
@@ -105,6 +111,21 @@ def _examine(subject: Subject, like: Tensor, vouched: bool) -> Verdict:
     if not vouched:
         refusals.refuse_random(name, difference)
     return found._replace(reason=f"its steps are random ({difference})", moves_first=True)
+
+
+def _wanted_arguments(optimizer: Optimizer, error: Exception) -> str:
+    """The names of the arguments of step, besides a closure, for lack of which it may have failed; or nothing.
+
+    An argument with a default may be wanted all the same (``kwarg=None``, and then ``kwarg.append``). What torch itself
+    raises, a RuntimeError, is about tensors.
+    """
+    named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(unhooked_step(optimizer)).parameters.values()
+    others = [parameter for parameter in parameters if parameter.name != "closure" and parameter.kind in named]
+    needed = [parameter for parameter in others if parameter.default is inspect.Parameter.empty]
+    if not needed and isinstance(error, RuntimeError):
+        return ""
+    return ", ".join(parameter.name for parameter in needed or others)
 
 
 def _decide(subject: Subject, like: Tensor, together: Trial, found: Verdict) -> Verdict:

@@ -22,6 +22,7 @@ class Progress:
         self._state = StepState.READY
         self._reason = ""
         self.has_state = False  # whether any rank may hold optimizer state
+        self.gathers_started = 0  # so far: after a failure the ranks compare it
         self.version = 0  # counts changes of the state: what was collected at another version is stale
 
     @property

@@ -63,7 +63,6 @@ class ShardedParameters:
         self.indices: list[list[int]] = []  # per group: the parameters whose piece the local optimizer steps
         self.active: list[bool] = []
         self.plan = StepPlan([], [], [], False)
-        self.gathers_started = 0  # so far
         self._views = BucketViews() if views else None
         self._in_module = False  # known with bucket views only
         self._memory = MemoryWatch()
@@ -87,6 +86,8 @@ class ShardedParameters:
         """
         rows = zip(param_groups, granularities, given, strict=True)
         self._place(param_groups, [self.builder.choose(group, wish, options_of(said)) for group, wish, said in rows])
+        if "auto" in granularities and self.rank == 0:
+            self.builder.log_what_was_not_checked()
         return self.builder.build([self._local_group(group, position) for position, group in enumerate(param_groups)])
 
     def extend(

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from shardstep.checkpoint import keys
 from shardstep.checkpoint.keys import GROUPS, OPTIM, STATE
 from shardstep.checkpoint.open_checkpoint import Checkpoint
+from shardstep.checkpoint.storage import dcp_versions
 from shardstep.checkpoint.storage.manifest import CheckpointError
 from shardstep.checkpoint.storage.reader import put
 from shardstep.checkpoint.storage.torch_file import WINDOW_BYTES, bytes_in, memory_of, patch_checksums
@@ -144,12 +145,9 @@ def _fill_all(
     checkpoint: Checkpoint, form: Any, fqns: Mapping[int, str], stream: BinaryIO, progress: Progress
 ) -> dict[int, int]:
     """Copy the tensors of ``form`` to their places in its file; return the checksums of their bytes by place."""
-    with FakeTensorMode():
-        skeleton = torch.load(stream, weights_only=True)
     places: dict[str, int] = {}
     checksums: dict[int, int] = {}
-    for leaf, hole in zip(_tensors_in(form), _tensors_in(skeleton), strict=True):
-        place = int(hole.untyped_storage()._checkpoint_offset or 0)
+    for leaf, place in zip(_tensors_in(form), dcp_versions.places_in(stream.name), strict=True):
         if id(leaf) in fqns:
             places[fqns[id(leaf)]] = place
         else:

@@ -13,18 +13,22 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import filesystem, state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan
+from torch.utils._pytree import tree_leaves
 
 # Fields that later versions write. They may be in a file; a version without the field ignores them.
 _LATER_FIELDS = {
     "Metadata": ("version",),  # torch >= 2.9
+    "StorageMeta": ("modules",),  # torch >= 2.7
     "_StorageInfo": ("transform_descriptors",),  # torch >= 2.7
 }
 
@@ -32,6 +36,14 @@ _LATER_FIELDS = {
 def later_fields(kind: type) -> tuple[str, ...]:
     """The fields of a record that this version may not have."""
     return _LATER_FIELDS.get(kind.__name__, ())
+
+
+def properties_of(state: Any) -> TensorProperties:
+    """A tensor's properties from what was pickled of them. torch >= 2.15 adds the strides, which others cannot take."""
+    made = TensorProperties()
+    if state is not None:
+        made.__setstate__(state[: len(made.__getstate__())])
+    return made
 
 
 def transforms_of(info: Any) -> Any:
@@ -52,6 +64,24 @@ def without_data() -> AbstractContextManager[None]:
     """Within this context ``torch.load`` builds an object without reading the bytes of its tensors."""
     # torch 2.6 has skip_data for saving only: there the bytes are read as well. (Only the version number shows it.)
     return torch.serialization.skip_data() if torch.__version__ >= "2.7" else nullcontext()
+
+
+def places_in(path: str) -> list[int]:
+    """Where in a file of ``torch.save`` the bytes of its tensors begin, in the order of a tree's leaves."""
+    if torch.__version__ >= "2.7":
+        with FakeTensorMode():
+            tensors = _tensors_in(torch.load(path, weights_only=True))
+        return [int(tensor.untyped_storage()._checkpoint_offset or 0) for tensor in tensors]
+    # torch 2.6 does not tell. Mapped into memory, they are as far from each other as in the file.
+    tensors = _tensors_in(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+    addresses = [tensor.untyped_storage().data_ptr() for tensor in tensors]
+    reader: Any = torch._C.PyTorchFileReader(path)
+    first = reader.get_record_offset("data/0") if tensors else 0
+    return [address - min(addresses) + first for address in addresses]
+
+
+def _tensors_in(form: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(form) if isinstance(leaf, Tensor)]
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:
@@ -85,8 +115,7 @@ def save_in_thread(form: dict[str, Any], writer: Any, planner: Any, process_grou
             async_stager=_Staged(),  # type: ignore[arg-type]
             no_dist=True,
         )
-        assert isinstance(started, Future)
-        return started
+        return cast("Future[Any]", started)  # the default kind of save
     # torch < 2.9 always stages, once more, and always for all ranks.
     executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="shardstep-save")
     started = executor.submit(save, form, writer, planner)

@@ -67,13 +67,6 @@ def _record(kind: type) -> Callable[[Any, Any], Any]:
     return turn
 
 
-def _properties(args: Any, state: Any) -> Any:
-    made = metadata.TensorProperties()
-    if state is not None:
-        made.__setstate__(state)
-    return made
-
-
 def _layout(args: Any, state: Any) -> torch.layout:
     """torch pickles a layout as the call of a function with its name."""
     name = str(args[0]).removeprefix("torch.")
@@ -85,7 +78,7 @@ def _layout(args: Any, state: Any) -> torch.layout:
 # How the arguments and the state that were kept become what they stand for.
 _TURNS: dict[tuple[str, str], Callable[[Any, Any], Any]] = {
     **{(kind.__module__, kind.__name__): _record(kind) for kind in _RECORDS},
-    (metadata.__name__, "TensorProperties"): _properties,
+    (metadata.__name__, "TensorProperties"): lambda args, state: dcp_versions.properties_of(state),
     (metadata.__name__, "_MEM_FORMAT_ENCODING"): lambda args, state: metadata._MEM_FORMAT_ENCODING(*args),
     ("torch", "Size"): lambda args, state: torch.Size(*args),
     ("torch.serialization", "_get_layout"): _layout,
