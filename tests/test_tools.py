@@ -251,12 +251,12 @@ def test_convert_holds_no_more_than_a_window(tmp_path) -> None:
 import sys
 from pathlib import Path
 from shardstep.tools import cli
-from shardstep.tools import conversion
+from shardstep.tools.to_plain import to_plain
 def status(field):
     rows = Path("/proc/self/status").read_text().splitlines()
     return next(int(row.split()[1]) for row in rows if row.startswith(field))
 cli.main(["inspect", sys.argv[1], "--json"])  # everything that is imported late
-conversion.to_plain(Path(sys.argv[2]), Path(sys.argv[3] + ".warm"), "optim", lambda count: None)
+to_plain(Path(sys.argv[2]), Path(sys.argv[3] + ".warm"), "optim", lambda count: None)
 Path("/proc/self/clear_refs").write_text("5")
 before = status("VmRSS")
 assert cli.main(["convert", sys.argv[1], sys.argv[3]]) == 0

@@ -472,6 +472,25 @@ def test_a_checkpoint_that_only_one_rank_cannot_read_is_loaded_by_none(two: Path
     run_ranks(load_where_one_rank_sees_another_directory, RANKS, two, tmp_path)
 
 
+def load_into_another_model_on_one_rank(rank: int, world: int, two: Path, work: Path) -> None:
+    """The checkpoint is sound: rank 1 has a model that it does not fit. The text of that error speaks of damage."""
+    model = Weights(SMALL)
+    optimizer = sharded(model)
+    if rank == 1:
+        model.register_buffer("more", torch.zeros(1))
+    mine = work / str(rank) / "all"
+    shutil.copytree(two / "new", mine / "CheckpointError")
+    for call in (checkpoint.load, lambda path, *args: checkpoint.resume(path.parent, *args)):
+        with pytest.raises((ValueError, RuntimeError), match="does not match: missing") as raised:
+            call(mine / "CheckpointError", optimizer, model)
+        assert not isinstance(raised.value, CheckpointError), "it would be skipped as damaged"
+        assert isinstance(raised.value, ValueError if rank == 1 else RuntimeError)
+
+
+def test_what_fits_only_the_other_ranks_is_not_taken_for_damage(two: Path, tmp_path: Path) -> None:
+    run_ranks(load_into_another_model_on_one_rank, RANKS, two, tmp_path)
+
+
 # --- an error on one rank -----------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardstep.state.collect import chunks
+from shardstep.state.chunks import chunks
 
 MIB = 2**20
 sizes = st.lists(

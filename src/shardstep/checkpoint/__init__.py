@@ -2,17 +2,17 @@
 
 A checkpoint is a directory of torch.distributed.checkpoint (DCP) with the keys ``model``, ``optim`` and ``extra``;
 torch's own tools read it. Tensors have their parameter's shape, whoever wrote which part. Besides DCP's files there is
-a list of checksums (``manifest.py``).
+a list of checksums (``storage/manifest.py``).
 
 What happens when, and where, in ``save``:
 
 1. every rank compares what it was asked for with the others;
 2. rank 0 makes a directory beside the final one;
 3. every rank writes its items to one file and flushes it;
-4. rank 0 hears from every rank what it wrote, writes DCP's metadata and the checksums, checks sizes, renames;
+4. rank 0 collects what every rank wrote, writes DCP's metadata and the checksums, checks sizes, renames;
 5. every rank returns, or raises what failed anywhere.
 
-In ``load`` every rank reads for itself, the ranks agree that all could, and only then anything is changed.
+In ``load`` every rank reads for itself. The ranks check that all could; only then anything is changed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,20 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardstep.checkpoint import adapter, claims, inspection, save_job
-from shardstep.checkpoint.adapter import OptimizerAdapter
+from shardstep.checkpoint import claims, inspection, save_job
+from shardstep.checkpoint.adapter import OptimizerAdapter, adapter_of
 from shardstep.checkpoint.claims import Claim
+from shardstep.checkpoint.contribution import Contribution, contribution_of
+from shardstep.checkpoint.keys import MODEL
 from shardstep.checkpoint.load_job import LoadJob
-from shardstep.checkpoint.save_job import Contribution, SaveHandle, SaveJob
+from shardstep.checkpoint.save_handle import SaveHandle
+from shardstep.checkpoint.save_job import SaveJob
+from shardstep.checkpoint.side_channel import side_channel_of
 from shardstep.checkpoint.storage import directories
 from shardstep.checkpoint.storage.manifest import CheckpointError
 from shardstep.checkpoint.storage.reader import Reader, SafeLoadPlanner
-from shardstep.comm import collectives, process_group
-from shardstep.comm.codec import option_text
-from shardstep.comm.consensus import RankConsensus
-from shardstep.comm.process_group import Group
-from shardstep.params.local_optimizer import options_of
+from shardstep.comm import collectives
+from shardstep.params.option_facts import option_facts
 
 __all__ = ["CheckpointError", "Reader", "SafeLoadPlanner", "SaveHandle", "latest", "load", "resume", "save", "verify"]
 
@@ -56,12 +57,11 @@ def save(
 
     Collective: call on every rank of the optimizer's group, with the same arguments. (A plain ``torch.optim`` optimizer
     is saved by the process that calls, alone; other ranks that save one into the same directory are refused.) The
-    directory is complete or not there. Needs no memory to speak of. Wrappers of Accelerate, Lightning and Fabric are
-    opened.
-    Parameters are taken to be the same on every rank, as data-parallel training keeps them (``check_replicas`` tells).
+    directory is complete or not there. Needs hardly any memory. Opens the wrappers of Accelerate, Lightning and Fabric.
+    Parameters are assumed to be the same on every rank, as in data-parallel training (``check_replicas`` checks it).
 
     Args:
-        directory: of this checkpoint. A checkpoint that is there is replaced.
+        directory: of this checkpoint. An existing checkpoint is replaced.
         model: its parameters' names are the names in the checkpoint; it is saved as well.
         extra: plain data and tensors (step, scheduler, random state); rank 0's is saved.
         keep: delete all other checkpoints beside it but the newest, so that this many are left.
@@ -69,35 +69,27 @@ def save(
             optimizer waits for it.
 
     Returns:
-        A handle; ``handle.wait()`` returns when the checkpoint is complete. Without ``asynchronous`` it is.
+        A handle; ``handle.wait()`` returns when the checkpoint is complete. Without ``asynchronous`` it is already.
     """
-    adapted = adapter.adapter_of(optimizer)
+    adapted = adapter_of(optimizer)
     _await_the_save_before(adapted)
-    try:
+    with adapted.consensus.reporting(save_job.CALL):
         path = _path_of(directory)
-        if keep is not None and (not isinstance(keep, int) or keep < 1):
-            raise ValueError(f"keep expects a number from 1 on, or None to delete nothing, but got {keep!r}.")
-        if extra is not None and not isinstance(extra, Mapping):
-            raise TypeError(f"extra expects a dict but got {type(extra).__qualname__}. Pass {{'step': ...}}.")
-        if not all(isinstance(key, str) for key in extra or ()):
-            raise TypeError(f"extra expects strings as keys but got {list(extra or ())}. (Its values may be anything.)")
-        _check_whole(adapted)
+        _check_arguments(extra, keep)
+        _check_complete(adapted)
         adapted.finish_gathers()
-        contribution = Contribution(adapted, model, extra)
+        contribution = contribution_of(adapted, model, extra)
         if asynchronous:
             contribution.stage()
         claim = claims.claim(path) if adapted.group.rank == 0 else Claim()
-    except Exception as error:
-        adapted.consensus.report_failure(save_job.CALL, error)
-        raise
     with claims.released_on_failure(claim):
-        adapted.consensus.check_equal(save_job.CALL, _facts(adapted, path, keep, asynchronous, contribution))
-        group, consensus = _side(adapted)
-        saving = SaveJob(path, contribution, group, consensus, keep, claim=claim)
+        arguments = {"directory": path.name, "keep": str(keep), "asynchronous": str(asynchronous)}
+        adapted.consensus.check_equal(save_job.CALL, _facts(adapted, arguments, contribution))
+        job = SaveJob(path, contribution, *side_channel_of(adapted), keep, claim=claim)
         if not asynchronous:
-            saving.run()
+            job.run()
             return SaveHandle(path)
-        handle = SaveHandle(path, saving.start())
+        handle = SaveHandle(path, job.start())
     adapted.kept["pending"] = handle
     return handle
 
@@ -113,13 +105,13 @@ def load(
 
     Args:
         model: whose names to use, and which is loaded too if the checkpoint has it.
-        strict: ValueError if names or shapes differ, with all that do. Otherwise parameters that the checkpoint does
-            not have start empty, as in a new optimizer, and what only the checkpoint has is left out, with a warning.
+        strict: ValueError, which lists them, if names or shapes differ. Otherwise parameters that the checkpoint lacks
+            start empty, as in a new optimizer, and what only the checkpoint has is left out, with a warning.
 
     Returns:
         What was saved as ``extra``.
     """
-    return LoadJob(_path_of(directory), adapter.adapter_of(optimizer), model, strict).run()
+    return LoadJob(_path_of(directory), adapter_of(optimizer), model, strict).run()
 
 
 def latest(directory: str | os.PathLike, thorough: bool = True) -> Path | None:
@@ -145,12 +137,9 @@ def resume(
     Returns:
         Its path, and what was saved as ``extra``.
     """
-    adapted, parent = adapter.adapter_of(optimizer), _path_of(directory)
-    try:
+    adapted, parent = adapter_of(optimizer), _path_of(directory)
+    with adapted.consensus.reporting("checkpoint.resume"):
         found = directories.to_try(parent) if adapted.group.rank == 0 else ([], [])
-    except OSError as error:
-        adapted.consensus.report_failure("checkpoint.resume", error)
-        raise
     adapted.consensus.check_equal("checkpoint.resume", [("directory", {"name": parent.name})])
     if adapted.group.world_size > 1:  # what rank 0 sees counts: file systems may differ for a moment
         found = collectives.move_json(adapted.group, found, 0, None)
@@ -191,20 +180,30 @@ def _path_of(directory: str | os.PathLike) -> Path:
 
 
 def _await_the_save_before(adapted: OptimizerAdapter) -> None:
-    """One save at a time. If the one before failed and nobody was told, on any rank, this is where everybody is."""
+    """One save at a time. If the one before failed and no rank has raised that yet, all raise it here."""
     pending: SaveHandle | None = adapted.kept.pop("pending", None)
     if pending is None:
         return
     failure = pending.failure()
-    if failure is not None:
-        told = [pending.told]
-        if adapted.group.world_size > 1:
-            told = [bool(row[0]) for row in collectives.all_gather_ints(adapted.group, [pending.told])]
-        if not any(told):
-            raise failure
+    if failure is None:
+        return
+    reported = [[pending.reported]]
+    if adapted.group.world_size > 1:
+        reported = collectives.all_gather_ints(adapted.group, [pending.reported])
+    if not any(row[0] for row in reported):
+        raise failure
 
 
-def _check_whole(adapted: OptimizerAdapter) -> None:
+def _check_arguments(extra: Any, keep: Any) -> None:
+    if keep is not None and (not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"keep expects a number from 1 on, or None to delete nothing, but got {keep!r}.")
+    if extra is not None and not isinstance(extra, Mapping):
+        raise TypeError(f"extra expects a dict but got {type(extra).__qualname__}. Pass {{'step': ...}}.")
+    if not all(isinstance(key, str) for key in extra or ()):
+        raise TypeError(f"extra expects strings as keys but got {list(extra or ())}. (Its values may be anything.)")
+
+
+def _check_complete(adapted: OptimizerAdapter) -> None:
     """After a step that failed half-way, state and parameters are half updated: nothing to resume from."""
     if adapted.failure:
         raise RuntimeError(
@@ -213,40 +212,12 @@ def _check_whole(adapted: OptimizerAdapter) -> None:
         )
 
 
-def _side(adapted: OptimizerAdapter) -> tuple[Group, RankConsensus]:
-    """Where the ranks meet for a save, which may be in the background: a connection of its own to the store.
-
-    Nothing is sent through the process group, so it may be destroyed meanwhile. (DCP wants one that serves the CPU all
-    the same.)
-    """
-    if adapted.group.world_size == 1:
-        return adapted.group, adapted.consensus
-    side = adapted.kept.get("side")
-    if side is None:
-        group = (
-            adapted.group if "cpu" in adapted.group.backends else process_group.open_side_group(adapted.group, "gloo")
-        )
-        group = process_group.for_another_thread(group)
-        side = group, RankConsensus(group, "checkpoint")
-        side[1].settle()  # here, where all ranks come in the same order
-        adapted.kept["side"] = side
-    return side
-
-
 def _facts(
-    adapted: OptimizerAdapter, path: Path, keep: int | None, asynchronous: bool, contribution: Contribution
+    adapted: OptimizerAdapter, arguments: dict[str, str], contribution: Contribution
 ) -> list[tuple[str, dict[str, str]]]:
-    arguments = {
-        "directory": path.name,
-        "keep": str(keep),
-        "asynchronous": str(asynchronous),
-        "model": str("model" in contribution.form),
-        "names": str(list(contribution.shapes)),
-    }
-    # What users set. What a step writes may differ where a rank has no parameter of a group.
-    groups = []
-    for position, group in enumerate(adapted.optimizer.param_groups):
-        known = adapted.optimizer.defaults.keys() | adapted.held.builder.given_options(position)
-        options = {key: option_text(value) for key, value in sorted(options_of(group).items()) if key in known}
-        groups.append((f"parameter group {position}", options))
-    return [("argument", arguments), *groups]
+    """What must be the same on every rank of a save."""
+    arguments = {**arguments, "model": str(MODEL in contribution.form), "names": str(list(contribution.shapes))}
+    # Of the options those that users set. What a step writes may differ where a rank has no parameter of a group.
+    groups, defaults = adapted.optimizer.param_groups, adapted.optimizer.defaults
+    users = [defaults.keys() | adapted.held.builder.given_options(position) for position in range(len(groups))]
+    return [("argument", arguments), *option_facts(groups, users)]

@@ -29,7 +29,7 @@ from shardstep.state.names import names_of
 from shardstep.state.state_dicts import ShardedOptimizer
 from shardstep.state.wrappers import unwrapped
 
-# The attribute of a plain optimizer under which what belongs to its checkpoints is kept, with the optimizer.
+# The attribute of a plain optimizer in which its checkpoints keep what belongs to them.
 _KEPT = "shardstep_checkpoint"
 
 
@@ -38,11 +38,11 @@ class OptimizerAdapter(Protocol):
 
     @property
     def optimizer(self) -> Optimizer:
-        """What the user has."""
+        """The user's optimizer."""
 
     @property
     def local(self) -> Optimizer:
-        """What has the state."""
+        """The optimizer that holds the state."""
 
     @property
     def held(self) -> HeldParameters: ...
@@ -55,21 +55,24 @@ class OptimizerAdapter(Protocol):
 
     @property
     def kept(self) -> dict[str, Any]:
-        """What checkpoints keep with the optimizer: "pending", the save in the background; "side", see save_job.py."""
+        """What checkpoints keep with the optimizer.
+
+        "pending" is the save in the background; "side" is how the ranks compare meanwhile.
+        """
 
     @property
     def failure(self) -> str:
         """How the last step failed half-way; empty if it did not."""
 
     def finish_gathers(self) -> None:
-        """With lazy gathers parameters may still be on their way."""
+        """Wait for the parameters: with lazy gathers some may be on their way."""
 
     def load(self, form: dict[str, Any], model: Module | None, strict: bool) -> None:
-        """Take in a state dict by name."""
+        """Load a state dict by name."""
 
 
 def adapter_of(optimizer: Any) -> OptimizerAdapter:
-    """Through the wrappers of frameworks. TypeError for anything but an optimizer."""
+    """The adapter of an optimizer, also inside the wrappers of frameworks. TypeError for anything else."""
     optimizer = unwrapped(optimizer)
     if isinstance(optimizer, ShardedOptimizer):
         return ShardedAdapter(optimizer)
@@ -104,7 +107,7 @@ class ShardedAdapter:
 
 
 class PlainAdapter:
-    """An optimizer of torch or another package, which has everything."""
+    """An optimizer of torch or another package, which holds all state by itself."""
 
     failure = ""
 
@@ -130,7 +133,7 @@ class PlainAdapter:
 class WholeParameters:
     """The parameters of a plain optimizer: every piece is whole, and here. Its own builder, too."""
 
-    has_eager_state = False  # nobody asks: a plain optimizer has made its state
+    has_eager_state = False  # not needed: a plain optimizer has made its state already
 
     def __init__(self, optimizer: Optimizer) -> None:
         param_groups = optimizer.param_groups
@@ -156,7 +159,7 @@ class WholeParameters:
         return options_of(self._optimizer.param_groups[position])
 
     def fresh_optimizer(self, param_groups: Sequence[dict[str, Any]]) -> Optimizer:
-        """As configured as the user's: nobody knows with which arguments that was built."""
+        """A copy of the user's without its state: the arguments that it was built with are not known."""
         twin = object.__new__(type(self._optimizer))
         left = ("state", "param_groups", _KEPT)
         kept = {key: value for key, value in vars(self._optimizer).items() if key not in left}
@@ -171,7 +174,7 @@ class WholeParameters:
         if name not in known:
             try:
                 blank = self.blank_state(index, self._optimizer.param_groups)
-            except Exception:  # it cannot be asked so: then it is not known to make any
+            except Exception:  # it cannot step a blank: then no class is known
                 return None
             known.update((name_of(kind), kind) for kind in classes_in(blank))
         return known.get(name)

@@ -1,12 +1,12 @@
-"""Who saves into a directory: one at a time, and of the ranks of a run always the same one. Others are refused first.
+"""Who may save into a directory: one rank at a time, and always the same rank of a run. Others are refused.
 
-A plain optimizer is alone: nobody else takes part in its save. If every rank of a job saves its own into one directory,
-the last one would win and the others' state be gone; so would that of another group of ranks. So a rank that saves, of
-a sharded optimizer the first of its group, says so on the job's key-value store, and the manifest tells, to those that
-come later, which run and which rank wrote it.
+Nobody else takes part in the save of a plain optimizer. If every rank of a job saved its own into one directory, the
+last one would win and the others' state would be lost. The same goes for two groups of ranks. So the rank that saves
+(of a sharded optimizer, the first of its group) says so on the job's key-value store. The manifest says which run
+and which rank wrote it, for those that come later.
 
 The same path may be another directory on another host. A rank therefore also leaves a file beside the directory while
-it saves: who does not see the file of the rank that has the claim is elsewhere, and claims the path among those.
+it saves: a rank that does not see the file of the claimant has another directory, and claims that one.
 """
 
 from __future__ import annotations
@@ -55,12 +55,13 @@ def claim(directory: Path) -> Claim:
     if job is None:
         return Claim()
     directory = Path(os.path.realpath(directory))
+    _refuse_if_another_saved(directory, job)  # before the claim: who comes late names the one that saved
     name = f"{job.rank}.{secrets.token_hex(4)}"  # one rank may save two optimizers
     sign = _sign_of(directory, job, name)
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        sign.touch()  # before the claim: whoever sees the claim sees it, too, if it can
-    except OSError:  # nothing can be written there: the save says so, better than this could
+        sign.touch()  # before the claim, so that whoever sees the claim and shares the directory sees the file
+    except OSError:  # nothing can be written there; the save has the better message
         return Claim()
     try:
         key = _take(directory, job, name)
@@ -69,10 +70,14 @@ def claim(directory: Path) -> Claim:
         raise
     claimed = Claim(job, key, sign)
     with released_on_failure(claimed):
-        author = _author_of(directory)
-        if author is not None and author.run == job.run and author.rank != job.rank:
-            raise RuntimeError(_refusal(directory, job.rank, author.rank, "has saved"))
+        _refuse_if_another_saved(directory, job)  # and again: one may have saved meanwhile
     return claimed
+
+
+def _refuse_if_another_saved(directory: Path, job: Job) -> None:
+    author = _author_of(directory)
+    if author is not None and author.run == job.run and author.rank != job.rank:
+        raise RuntimeError(_refusal(directory, job.rank, author.rank, "has saved"))
 
 
 def _take(directory: Path, job: Job, name: str) -> str:
@@ -80,11 +85,11 @@ def _take(directory: Path, job: Job, name: str) -> str:
     path = hashlib.sha256(str(directory).encode()).hexdigest()
     for attempt in count():
         key = f"shardstep/saving/{job.run}/{path}/{attempt}"
-        holder = job.store.compare_set(key, "", name).decode()
-        if holder == name:
+        claimant = job.store.compare_set(key, "", name).decode()
+        if claimant == name:
             return key
-        if _sign_of(directory, job, holder).exists():
-            raise RuntimeError(_refusal(directory, job.rank, int(holder.split(".")[0]), "is saving"))
+        if _sign_of(directory, job, claimant).exists():
+            raise RuntimeError(_refusal(directory, job.rank, int(claimant.split(".")[0]), "is saving"))
     raise AssertionError("the loop has no end")
 
 

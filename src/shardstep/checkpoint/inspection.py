@@ -15,7 +15,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from shardstep.checkpoint import keys
-from shardstep.checkpoint.load_job import OPTIM, Checkpoint
+from shardstep.checkpoint.keys import OPTIM, STATE
+from shardstep.checkpoint.open_checkpoint import Checkpoint
 from shardstep.checkpoint.storage import directories
 from shardstep.checkpoint.storage.manifest import CheckpointError
 from shardstep.checkpoint.storage.reader import SafeLoadPlanner
@@ -24,7 +25,7 @@ from shardstep.comm.codec import dtype_name
 
 Progress = Callable[[int], None]  # called with bytes done
 _RANK_IN_NAME = re.compile(r"__(\d+)_\d+\.distcp$")
-_MOST_STEPS = 256  # that are read to tell the step
+_MOST_STEPS = 256  # that are read to find the step
 
 
 class Entry(NamedTuple):
@@ -45,7 +46,7 @@ class Contents(NamedTuple):
     directory: str
     entries: list[Entry]
     ranks: list[int]  # that wrote it
-    steps: list[float]  # that the optimizer has made, as its state tells; usually one number
+    steps: list[float]  # that the optimizer has made, according to its state; usually one number
     checksums: bool
     files: dict[str, int]  # name -> bytes
 
@@ -84,9 +85,9 @@ class _NotPlain:
 
 
 class _ShowingPlanner(SafeLoadPlanner):
-    """Of what only code could read it shows that it is there, for the rest to be shown all the same.
+    """Shows a stand-in for a value that only code could read, so that the rest can be shown.
 
-    (Damage that a checksum tells was found before.)
+    (Damage that a checksum shows was found before.)
     """
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
@@ -97,7 +98,7 @@ class _ShowingPlanner(SafeLoadPlanner):
 
 
 def _values(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What is no tensor, by the keys under which it was saved: what is inside a value is a part of it."""
+    """All values that are not tensors, by the keys under which they were saved."""
     form: dict[str, Any] = {
         key: None for key, entry in checkpoint.entries.items() if not isinstance(entry, TensorStorageMetadata)
     }
@@ -107,7 +108,7 @@ def _values(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _steps(checkpoint: Checkpoint) -> list[float]:
     form: dict[str, Any] = {}
-    states = {(*root, "state") for root in ((OPTIM,), *keys.optimizer_roots(checkpoint.paths.values()))}
+    states = {(*root, STATE) for root in ((OPTIM,), *keys.optimizer_roots(checkpoint.paths.values()))}
     for fqn, entry in checkpoint.entries.items():
         path = checkpoint.paths[fqn]
         is_step = path[-1] == "step" and any(path[: len(state)] == state for state in states)

@@ -37,6 +37,14 @@ class Difference(NamedTuple):
         return f"{self.subject}: {self.field} is {told}"
 
 
+class RankFailed(RuntimeError):
+    """Another rank failed, in the same call or elsewhere. The message says which one and how."""
+
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind  # the name of the class of that rank's error
+
+
 class RankConsensus:
     """Where the ranks of one optimizer meet. Every meeting has a number, counted alike on every rank."""
 
@@ -74,7 +82,8 @@ class RankConsensus:
         verdict = self._await_verdict()
         self.someone_was_absent = "absent" in verdict
         if "failed" in verdict:
-            raise RuntimeError(self._told_of_failure(call, *verdict["failed"]))
+            rank, their_call, text, kind = verdict["failed"]
+            raise RankFailed(self._told_of_failure(call, rank, their_call, text), kind)
         if "absent" in verdict:
             raise RuntimeError(self._told_of_absence(call, verdict["absent"]))
         self._forget(self._meeting - 1)
@@ -107,10 +116,11 @@ class RankConsensus:
         """Tell the ranks that wait in ``agree`` that this one failed. Does not wait; the caller raises."""
         if self._group.world_size == 1:
             return
-        text = f"{type(error).__name__}: {error}"
+        kind = type(error).__name__
+        text = f"{kind}: {error}"
         try:
-            self._enter(call, {"error": text})
-            self._publish({"failed": [self._group.rank, call, text]})
+            self._enter(call, {"error": text, "kind": kind})
+            self._publish({"failed": [self._group.rank, call, text, kind]})
         except RuntimeError:  # the store is gone with its host: ``error`` is what the user must see, not this
             return
 
@@ -218,7 +228,7 @@ class RankConsensus:
         for rank in range(self._group.world_size):
             entry = json.loads(self._group.store.get(self._key(f"entered/{rank}")))
             if "error" in entry:
-                return {"failed": [rank, entry["call"], entry["error"]]}
+                return {"failed": [rank, entry["call"], entry["error"], entry["kind"]]}
             ranks_by_digest.setdefault(entry["digest"], []).append(rank)
         return {"digests": ranks_by_digest if len(ranks_by_digest) > 1 else {}}
 

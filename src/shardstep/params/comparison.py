@@ -1,8 +1,8 @@
-"""Whether two values are the same, bit for bit, and how to tell a user in what they differ."""
+"""Whether two values are the same, bit for bit, and values as short texts for messages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,10 @@ _SHORT = 60
 
 
 def equal(a: Any, b: Any) -> bool:
-    """Bit-equal, through dicts, lists, tuples and tensors that are made of others. An unknown object has no bits."""
+    """Bit-equal, through dicts, lists, tuples and tensors that are made of others.
+
+    Unknown objects count as equal if their types are.
+    """
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if is_subclass(a) or is_subclass(b):
             return type(a) is type(b) and a.shape == b.shape and equal(_parts(a), _parts(b))
@@ -64,7 +67,30 @@ def gap(a: Tensor, b: Tensor) -> float:
     return (a.detach().to(wide) - b.detach().to(wide)).abs().max().item()
 
 
-def told(value: Any) -> str:
+def difference_of_tensors(a: Sequence[Tensor], b: Sequence[Tensor]) -> str:
+    """How far tensors are apart, or nothing."""
+    apart = [gap(one, other) for one, other in zip(a, b, strict=True) if not equal(one, other)]
+    return f"the parameter differs by up to {max(apart):.2g}" if apart else ""
+
+
+def unlike(a: dict, b: dict) -> Iterator[tuple[tuple, Any, Any]]:
+    """What differs between two dicts that may hold dicts: the keys on the way there, and both values."""
+    if equal(a, b):
+        return
+    one, other = leaves(a), leaves(b)
+    for key in one | other:
+        left, right = one.get(key, MISSING), other.get(key, MISSING)
+        if not equal(left, right):
+            yield key, left, right
+
+
+def path_text(key: tuple) -> str:
+    """The keys on the way to a value, as one writes them in Python."""
+    first, *rest = key
+    return f"{first!r}{''.join(f'[{part!r}]' for part in rest)}"
+
+
+def short_text(value: Any) -> str:
     """A value in a few words."""
     if value is MISSING:
         return "missing"

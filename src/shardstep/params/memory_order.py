@@ -1,4 +1,4 @@
-"""In which order a tensor's dimensions lie in memory. Kernels may round otherwise when it is another one."""
+"""In which order a tensor's dimensions lie in memory. In another order kernels may round differently."""
 
 from __future__ import annotations
 

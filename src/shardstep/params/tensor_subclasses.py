@@ -1,8 +1,8 @@
 """State that is a tensor subclass, such as quantized moments: carried whole, as the plain tensors that it consists of.
 
 ``opened`` takes it apart with the class's own ``__tensor_flatten__``; ``closed`` puts it together again with
-``__tensor_unflatten__``. Of which class is never decided by what arrives: a file or another rank gives a name, and the
-class is one that the live optimizer makes, or nothing is loaded.
+``__tensor_unflatten__``. What arrives never decides the class: a file or another rank gives a name, and the class is
+one that the live optimizer makes, or nothing is loaded.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from shardstep.comm.codec import decode, encode
 
-# In a dict of plain tensors that was a subclass: what it was, as JSON. No optimizer has such a key.
+# The key, in a dict of plain tensors, of what subclass they were, as JSON. No optimizer has such a key.
 MARK = "shardstep_subclass"
 
 FindClass = Callable[[str], type | None]  # the class of that name which the live optimizer makes
@@ -65,10 +65,10 @@ def _opened(tensor: Any) -> dict[str, Any]:
     names, context = tensor.__tensor_flatten__()
     kind = name_of(type(tensor))
     try:
-        told = encode(context, _refuse_tensor)
+        data = encode(context, _refuse_tensor)
     except TypeError as error:
         raise TypeError(f"is a {kind}, whose __tensor_flatten__ {error}") from error
-    mark = {"class": kind, "shape": list(tensor.shape), "stride": list(tensor.stride()), "context": told}
+    mark = {"class": kind, "shape": list(tensor.shape), "stride": list(tensor.stride()), "context": data}
     return {**{name: opened(getattr(tensor, name)) for name in names}, MARK: json.dumps(mark)}
 
 

@@ -1,1 +1,1 @@
-"""The optimizer's state: looked at, collected, given out and taken in."""
+"""The optimizer's state: viewing it, collecting it, and state dicts in every form."""

@@ -20,7 +20,7 @@ class Builder(Protocol):
         """Whether the optimizer makes state when it is built."""
 
     def fresh_optimizer(self, param_groups: Sequence[dict[str, Any]]) -> Optimizer:
-        """The optimizer as it would be newly built."""
+        """A new optimizer, built with the same arguments."""
 
     def given_options(self, position: int) -> Mapping[str, Any]:
         """The options that the user gave a group."""

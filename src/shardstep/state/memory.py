@@ -39,7 +39,7 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    if is_subclass(value):  # its own size is that of what it stands for
+    if is_subclass(value):  # its own size is that of the tensor it represents
         value = opened(value)
     if isinstance(value, Tensor):
         return [value]

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardstep.comm.codec import option_text
 from shardstep.layout.specs import ParamSpec, Piece
 from shardstep.params.local_optimizer import options_of
+from shardstep.params.option_facts import option_texts
 from shardstep.params.tensor_subclasses import opened
-from shardstep.state.collect import local_part
+from shardstep.state.cutting import check_cut_with, local_part
 from shardstep.state.held import HeldParameters
 from shardstep.state.names import are_positions
 from shardstep.state.shard import filled, shard_of_range, shard_of_whole
@@ -41,11 +41,7 @@ def sharded_entry(entry: Mapping[str, Any], spec: ParamSpec, piece: Piece, *, bl
             return leaf
         if leaf.dim() == 0 or piece.whole:
             return shard_of_whole(leaf, writes=piece.start == 0, blank=blank)
-        if leaf.numel() != piece.numel:
-            raise RuntimeError(
-                f"the state of {spec.label} expects tensors of {piece.numel} elements or 0-dim ones, because the "
-                f"parameter is cut, but got shape {tuple(leaf.shape)}. Build the optimizer with shard='tensor'."
-            )
+        check_cut_with(leaf, spec, piece)
         return shard_of_range(spec.shape, piece.start, piece.stop, leaf.reshape(-1), blank=blank)
 
     return map_leaves(opened(entry), shard)
@@ -59,16 +55,10 @@ def sharded_states(held: HeldParameters, optimizer: Optimizer, *, blanks: bool) 
         if entry:
             entries[index] = sharded_entry(entry, spec, piece)
         elif blanks and held.params[index].requires_grad:
-            entries[index] = sharded_entry(_blank_entry(held, optimizer, index), spec, piece, blank=True)
+            # (DCP would step the optimizer itself with zero gradients, which changes counters and moments.)
+            blank = held.blank_state(index, optimizer.param_groups)
+            entries[index] = sharded_entry(blank, spec, piece, blank=True)
     return entries
-
-
-def _blank_entry(held: HeldParameters, optimizer: Optimizer, index: int) -> dict[str, Any]:
-    """The state that the optimizer would make for this rank's piece of a parameter.
-
-    (DCP's own way is to step the optimizer itself with zero gradients, which moves counters and moments.)
-    """
-    return held.blank_state(index, optimizer.param_groups)
 
 
 def named_form(
@@ -79,7 +69,7 @@ def named_form(
     *,
     blanks: bool,
 ) -> dict[str, Any]:
-    """The whole form of an optimizer. A parameter that this rank has nothing of has an empty entry."""
+    """The whole form of an optimizer. A parameter of which this rank has no piece gets an empty entry."""
     entries = sharded_states(held, optimizer, blanks=blanks)
     state: dict[str, Any] = {names[param]: entries.get(index, {}) for index, param in held.params.items()}
     state.update((str(key), value) for key, value in optimizer.state.items() if not isinstance(key, Tensor))
@@ -95,7 +85,7 @@ def named_groups(param_groups: Sequence[Mapping[str, Any]], names: Mapping[Tenso
 
 
 class Differences(NamedTuple):
-    """In what a checkpoint and an optimizer (or model) do not match."""
+    """How a checkpoint and an optimizer (or model) differ."""
 
     missing: list[str]  # not in the checkpoint
     unexpected: list[str]  # only in the checkpoint
@@ -105,8 +95,8 @@ class Differences(NamedTuple):
         return any(self)
 
     def __str__(self) -> str:
-        told = [f"{kind}: {_shortened(names)}" for kind, names in zip(_KINDS, self, strict=True) if names]
-        return "; ".join(told)
+        parts = [f"{kind}: {_shortened(names)}" for kind, names in zip(_KINDS, self, strict=True) if names]
+        return "; ".join(parts)
 
 
 REMEDY = "Pass strict=False to load what fits; the rest starts empty."
@@ -151,7 +141,7 @@ def options_by_name(
         if not group["params"] and position < len(saved_groups) and not saved_groups[position]["params"]:
             sources = [position]
         wanted = [options_of(dict(saved_groups[source])) for source in sources]
-        if any(_texts(options) != _texts(wanted[0]) for options in wanted[1:]):
+        if any(option_texts(options) != option_texts(wanted[0]) for options in wanted[1:]):
             if strict:
                 raise ValueError(
                     f"parameter group {position} expects options that were saved together, but its parameters come "
@@ -160,10 +150,6 @@ def options_by_name(
             wanted = []
         chosen.append(copy.deepcopy(wanted[0]) if wanted else options_of(dict(group)))
     return chosen
-
-
-def _texts(options: Mapping[str, Any]) -> dict[str, str]:
-    return {key: option_text(value) for key, value in options.items()}
 
 
 class Loadable(NamedTuple):

@@ -20,7 +20,7 @@ _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
 def unwrapped(model: Module) -> Module:
     """The module inside DistributedDataParallel and torch.compile, in any order."""
     while True:
-        compiled = model._modules.get("_orig_mod")
+        compiled = dict(model.named_children()).get("_orig_mod")
         if isinstance(model, DistributedDataParallel):
             model = model.module
         elif compiled is not None:
@@ -61,11 +61,11 @@ def names_of(param_groups: Sequence[Mapping[str, Any]], model: Module | None) ->
 
 
 def positions_of(param_groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, str]:
-    """Positions over all groups, for parameters whose names nobody told."""
+    """Positions over all groups, for parameters without names."""
     params = dict.fromkeys(param for group in param_groups for param in group["params"])
     return {param: str(position) for position, param in enumerate(params)}
 
 
 def are_positions(names: Iterable[str]) -> bool:
-    """Whether these are the names of parameters of which nobody told the names."""
+    """Whether these are positions and not names."""
     return all(name.isdecimal() for name in names)

@@ -1,4 +1,4 @@
-"""State dicts in torch's plain form: giving one out, and taking one in without half-loading it."""
+"""State dicts in torch's plain form: making one, and loading one completely or not at all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from shardstep.comm.codec import live_option, option_text
 from shardstep.params.local_optimizer import options_of
-from shardstep.state.collect import local_part
+from shardstep.params.option_facts import option_facts
+from shardstep.state.cutting import local_part
 from shardstep.state.held import HeldParameters
 from shardstep.state.shard import filled, is_sharded
 from shardstep.state.status import Snapshot
@@ -42,13 +43,13 @@ def plain_form(param_groups: Sequence[dict[str, Any]], snapshot: Snapshot | None
 
 
 def recipients(state_dict: Mapping[str, Any]) -> str:
-    """Who has the full state, of which this marked dict has nothing."""
-    told = state_dict[MARK]
-    return " or ".join(f"rank {rank}" for rank in (told if isinstance(told, list) else [told]))
+    """Which ranks have the full state, as the mark in this dict says."""
+    ranks = state_dict[MARK]
+    return " or ".join(f"rank {rank}" for rank in (ranks if isinstance(ranks, list) else [ranks]))
 
 
 def outer_copy(value: Any) -> Any:
-    """A dict of its own for somebody who may edit it."""
+    """A copy of the outer dict, for a caller that may edit it."""
     return dict(value) if isinstance(value, dict) else value
 
 
@@ -113,9 +114,9 @@ def _load_undoably(local: dict[str, Any], held: HeldParameters, optimizer: Optim
 
 
 def _check_form(state_dict: Any, param_groups: Sequence[dict[str, Any]]) -> None:
-    """That it is a full state dict for these groups, before anything is touched."""
+    """Check that it is a full state dict for these groups, before anything is changed."""
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"load_state_dict expects a dict but got {_told(state_dict)}. {_REMEDY}")
+        raise TypeError(f"load_state_dict expects a dict but got {_text(state_dict)}. {_REMEDY}")
     if MARK in state_dict:
         raise ValueError(
             f"load_state_dict expects the full state, but this dict was taken on a rank that did not receive it. "
@@ -128,11 +129,11 @@ def _check_form(state_dict: Any, param_groups: Sequence[dict[str, Any]]) -> None
         )
     states, saved = state_dict["state"], state_dict["param_groups"]
     if not isinstance(states, Mapping):
-        raise ValueError(f"load_state_dict expects a dict under 'state' but got {_told(states)}. {_REMEDY}")
+        raise ValueError(f"load_state_dict expects a dict under 'state' but got {_text(states)}. {_REMEDY}")
     if not isinstance(saved, (list, tuple)) or not all(isinstance(g, Mapping) and "params" in g for g in saved):
         raise ValueError(
             "load_state_dict expects a list of dicts with the key 'params' under 'param_groups' but got "
-            f"{_told(saved)}. {_REMEDY}"
+            f"{_text(saved)}. {_REMEDY}"
         )
     if len(saved) != len(param_groups):
         raise ValueError(
@@ -149,7 +150,7 @@ def _check_form(state_dict: Any, param_groups: Sequence[dict[str, Any]]) -> None
         for index in saved_group["params"]:
             if not isinstance(states.get(index, {}), Mapping):
                 raise ValueError(
-                    f"load_state_dict expects a dict as the state of parameter {index} but got {_told(states[index])}. "
+                    f"load_state_dict expects a dict as the state of parameter {index} but got {_text(states[index])}. "
                     f"{_REMEDY}"
                 )
 
@@ -157,7 +158,7 @@ def _check_form(state_dict: Any, param_groups: Sequence[dict[str, Any]]) -> None
 _REMEDY = "Pass what state_dict() returned."
 
 
-def _told(value: Any) -> str:
+def _text(value: Any) -> str:
     return f"a {type(value).__qualname__} ({str(value)[:60]})"
 
 
@@ -186,7 +187,7 @@ def _local_form(state_dict: Mapping[str, Any], held: HeldParameters) -> dict[str
 
 
 def _complete(optimizer: Optimizer, held: HeldParameters) -> None:
-    """A parameter that the dict holds nothing for starts as in a newly built optimizer (Adagrad makes state there)."""
+    """A parameter without state in the dict starts as in a new optimizer (Adagrad makes state when it is built)."""
     missing = [tensor for tensor in held.pieces.tensors.values() if not optimizer.state.get(tensor)]
     if missing and held.builder.has_eager_state:
         fresh = held.builder.fresh_optimizer(optimizer.param_groups)
@@ -199,7 +200,7 @@ def load_options(
     param_groups: Sequence[dict[str, Any]],
     local_groups: Sequence[dict[str, Any]],
 ) -> None:
-    """Options (and names, if the saved groups have them) as loaded; like torch, options that they lack are gone."""
+    """Set options (and names, if saved) as loaded. As in torch, an option that was not saved is removed."""
     for group, saved, local in zip(param_groups, saved_groups, local_groups, strict=True):
         names = saved.get("param_names", group.get("param_names"))
         params = group["params"]
@@ -210,14 +211,8 @@ def load_options(
 
 
 def facts_of(state_dict: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
-    """What ranks must agree on when they load: that it is the same checkpoint, as far as its plain values tell."""
-    facts = [
-        (
-            f"parameter group {position}",
-            {key: option_text(value) for key, value in sorted(options_of(group).items())},
-        )
-        for position, group in enumerate(state_dict["param_groups"])
-    ]
+    """What must be the same on every rank that loads: it is the same checkpoint, as far as its plain values show."""
+    facts = option_facts(state_dict["param_groups"])
     for key, entry in state_dict["state"].items():
         if isinstance(entry, dict) and not is_sharded(entry):
             facts.append((f"state of parameter {key}", {name: _summary(value) for name, value in entry.items()}))

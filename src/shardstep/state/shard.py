@@ -1,4 +1,4 @@
-"""What a sharded state dict holds: a state tensor in its full shape, of which this rank has some boxes.
+"""What a sharded state dict holds: a state tensor in its full shape, of which this rank holds some boxes.
 
 torch.distributed.checkpoint (DCP) asks such an object three questions: what it writes, what it wants to read, and where
 a box of it lies in memory (the protocol ``torch.distributed._checkpointable._Checkpointable``). It is a tensor, because
@@ -30,9 +30,9 @@ class StateShard(Tensor):
 
     parts: tuple[Part, ...]
     local: Tensor  # the parts in one piece, as the local optimizer has it
-    writes: bool  # whether this rank saves its parts (of a copy that many ranks have, one does)
+    writes: bool  # whether this rank saves its parts (if many ranks hold a copy, one of them saves it)
     blank: bool  # made to be loaded into: not saved, and empty unless something was loaded
-    loaded: bool  # whether DCP was told where to load
+    loaded: bool  # whether DCP asked where to load
 
     @staticmethod
     def __new__(
@@ -159,7 +159,7 @@ def shard_of_whole(tensor: Tensor, *, writes: bool = True, blank: bool = False) 
 
 
 def filled(entry: Any) -> Any:
-    """A parameter's state without the places that nothing was loaded into; empty if that is all it has."""
+    """A parameter's state without the blanks that nothing was loaded into; empty if there is nothing else."""
     if not isinstance(entry, Mapping):
         return entry
     shards = [value for value in entry.values() if isinstance(value, StateShard)]

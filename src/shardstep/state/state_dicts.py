@@ -1,4 +1,4 @@
-"""The state half of ZeroRedundancyOptimizer: what it shares with the other ranks, gives out and takes in."""
+"""The state half of ZeroRedundancyOptimizer: collecting it, state dicts, and loading them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardstep.params.local_optimizer import options_of
 from shardstep.params.progress import Progress
 from shardstep.params.sharded_parameters import ShardedParameters
 from shardstep.params.tensor_subclasses import map_tensors
-from shardstep.state import dcp_requests, named, plain
+from shardstep.state import dcp_caller, dcp_forms, named, plain
 from shardstep.state.collect import collect, describe
 from shardstep.state.names import names_of
 from shardstep.state.status import Snapshot, Status
@@ -78,7 +78,7 @@ class ShardedOptimizer(Optimizer):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        wanted = dcp_requests.request()
+        wanted = dcp_caller.request()
         status = self._status
         if wanted is not None and (status.snapshot is None or wanted.full or wanted.loading is not None):
             state_dict = self._form_for_dcp(wanted)
@@ -105,7 +105,7 @@ class ShardedOptimizer(Optimizer):
         copies of its pieces. If it fails on a rank it fails on all, and nothing is changed anywhere.
         """
         with self.engine.consensus.reporting("load_state_dict"):
-            state_dict = dcp_requests.unflattened(plain.outer_copy(state_dict))
+            state_dict = dcp_forms.unflattened(plain.outer_copy(state_dict))
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 changed = pre_hook(self, state_dict)
                 state_dict = state_dict if changed is None else changed
@@ -120,20 +120,18 @@ class ShardedOptimizer(Optimizer):
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _form_for_dcp(self, wanted: dcp_requests.Request) -> dict[str, Any]:
+    def _form_for_dcp(self, wanted: dcp_caller.Request) -> dict[str, Any]:
         """What torch's checkpoint functions get from ``state_dict``. Collective, as those functions are."""
         sharded = self.engine.sharded
         if wanted.loading is not None:
-            states: dict[Any, Any] = dcp_requests.template(
-                self.engine.sharded.group, wanted, self._all_params[0].device
-            )
+            states: dict[Any, Any] = dcp_forms.template(self.engine.sharded.group, wanted, self._all_params[0].device)
         elif wanted.full:
             with self.engine.consensus.reporting("get_optimizer_state_dict"):
                 described = describe(sharded.pieces, sharded.layout, self.optim.state)
             self.engine.consensus.check_equal("get_optimizer_state_dict", [])
-            # Where DCP wants it is said by global rank, which is ours only if the group is everybody.
+            # DCP names the recipient by global rank, which is our rank only if the group is everybody.
             to = 0 if wanted.offload and process_group.is_everybody(self.engine.sharded.group) else None
-            # Contiguous: torch's broadcast_from_rank0 mixes up the elements of what is not.
+            # Contiguous, because torch's broadcast_from_rank0 mixes up the elements of other tensors.
             states = map_tensors(self._collect(described, to), Tensor.contiguous)
             self._bring_options(to)
         else:
@@ -157,7 +155,7 @@ class ShardedOptimizer(Optimizer):
     def load_sharded_state_dict(
         self, state_dict: dict[str, Any], model: torch.nn.Module | None = None, strict: bool = True
     ) -> None:
-        """Take in what ``sharded_state_dict`` returned after it was loaded into, or the same form with whole tensors.
+        """Load what ``sharded_state_dict`` returned and ``dcp.load`` filled, or the same form with whole tensors.
 
         Collective: call on every rank of the group. State follows the parameters' names. If it fails on a rank it fails
         on all, and nothing is changed anywhere.
@@ -199,9 +197,9 @@ class ShardedOptimizer(Optimizer):
         with self.engine.consensus.reporting(call):
             index = self.engine.sharded.index_of.get(param) if isinstance(param, Tensor) else None
             if index is None:
-                told = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
+                found = f"a tensor of shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
                 raise ValueError(
-                    f"{call} expects a parameter of this optimizer but got {told} that is in none of its groups. "
+                    f"{call} expects a parameter of this optimizer but got {found} that is in none of its groups. "
                     "Pass one of model.parameters()."
                 )
             return index
@@ -218,17 +216,17 @@ class ShardedOptimizer(Optimizer):
         )
 
     def _bring_options(self, to: int | None) -> None:
-        """Some optimizers write nothing into a group that is empty, as it is where a rank has no piece of it."""
+        """Bring a group's options to ranks without a piece of it: some optimizers write nothing into an empty group."""
         for position, owners in enumerate(self.engine.sharded.group_owners()):
             lacks = len(owners) < self.world_size if to is None else to not in owners
             if not owners or not lacks:
                 continue
             options = {} if self.rank != owners[0] else options_of(self.optim.param_groups[position])
-            told = collectives.move_json(self.engine.sharded.group, encode_options(options), owners[0], to)
-            if told is not None and self.rank not in owners:
+            received = collectives.move_json(self.engine.sharded.group, encode_options(options), owners[0], to)
+            if received is not None and self.rank not in owners:
                 # What users gave is the same on every rank.
                 users = self.defaults.keys() | self.engine.sharded.builder.given_options(position)
-                found = {key: value for key, value in decode_options(told).items() if key not in users}
+                found = {key: value for key, value in decode_options(received).items() if key not in users}
                 self.optim.param_groups[position].update(found)
                 self.param_groups[position].update(
                     (key, value) for key, value in found.items() if key not in self.engine.sharded.builder.notes
@@ -254,7 +252,7 @@ class ShardedOptimizer(Optimizer):
     # --- inside ---------------------------------------------------------------------------------------------------
 
     def _set_up_state(self) -> None:
-        """When the optimizer is built or copied, and has its engine."""
+        """Called when the optimizer is built or copied, after it has its engine."""
         self._status = Status(self.engine.progress)
         self._expose_state()
 

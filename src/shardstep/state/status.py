@@ -35,7 +35,7 @@ class Status:
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
         self._snapshot: Snapshot | None = None
-        self.recipient = 0  # who collected the state last: whoever that was will save it
+        self.recipient = 0  # the rank that collected the state last, and so will save it
         self.view: StateView | None = None
         self.saves: dict[str, Any] = {}  # what shardstep.checkpoint keeps about the optimizer
 
@@ -51,7 +51,7 @@ class Status:
         return self._progress.has_state
 
     def changed(self, has_state: bool = True) -> None:
-        """The state is another one now: what was collected is stale."""
+        """The state has changed: what was collected is stale."""
         self._snapshot = None
         self._progress.changed(has_state)
 

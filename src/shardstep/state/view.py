@@ -29,12 +29,12 @@ class StateView(MutableMapping):
     ) -> None:
         self._params = dict.fromkeys(params)
         self._owned = owned  # the user's parameter -> the tensor that the local optimizer steps
-        # A real reference would keep all state alive until the garbage collector comes.
+        # A real reference would keep all state alive until the garbage collector runs.
         self._local = weakref.proxy(local)
         self._progress = progress
 
     def __getitem__(self, key: Any) -> Any:
-        """As in torch's own: the entry of a parameter without state is made, so that it can be filled."""
+        """As in torch, a missing entry is made, so that it can be filled."""
         if key in self._owned:
             return self._local.state.setdefault(self._owned[key], {})
         return self._look_up(key)

@@ -1,6 +1,6 @@
 """The optimizer inside what frameworks put around it.
 
-A wrapper that is taken for the optimizer itself loses state without a word: it is opened, or refused by name.
+A wrapper that is mistaken for the optimizer loses state silently. So it is opened, or refused by name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Paths from the command line: what is wrong with one is told before anything is read or written.
+"""Paths from the command line: they are checked before anything is read or written.
 
-Everything here raises ValueError, for a wrong argument. What is wrong inside a checkpoint is none of it.
+Everything here raises ValueError, for a wrong argument. What is wrong inside a checkpoint is not checked here.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from shardstep.checkpoint.storage import manifest as manifests
 
 
 def check_checkpoint(path: Path) -> None:
-    """That it is the directory of one checkpoint, and may be read."""
+    """Check that it is the directory of one checkpoint, and readable."""
     kind = _kind(path)
     if kind == "directory":
         names = _names_in(path)
@@ -31,7 +31,7 @@ def check_checkpoint(path: Path) -> None:
 
 
 def check_source_file(path: Path) -> None:
-    """That there is a file which may be read."""
+    """Check that there is a readable file."""
     kind = _kind(path)
     if kind == "missing":
         raise ValueError(
@@ -44,7 +44,7 @@ def check_source_file(path: Path) -> None:
 
 
 def check_target_file(path: Path) -> None:
-    """That a file can be written there. One that is there is replaced."""
+    """Check that a file can be written there. An existing one is replaced."""
     _check_parent(path)
     kind = _kind(path)
     if kind == "directory":
@@ -57,7 +57,7 @@ def check_target_file(path: Path) -> None:
 
 
 def check_target_directory(path: Path) -> None:
-    """That a checkpoint can be made there. One that is there may hold more than an optimizer: it is not replaced."""
+    """Check that a checkpoint can be made there. An existing one stays: it may hold more than an optimizer."""
     _check_parent(path)
     if _kind(path) in ("file", "special"):
         raise ValueError(f"expects a directory to make but {path} is a file. Choose another path.")
@@ -105,7 +105,7 @@ def _names_in(directory: Path) -> list[str]:
 
 
 def _check_readable(path: Path) -> None:
-    """Opening it tells: on a file system of another host the bits may not. Other failures are for who reads it."""
+    """Try to open it: permission bits may be wrong on a network file system. Whoever reads it finds other failures."""
     try:
         if path.is_file():
             path.open("rb").close()
@@ -116,7 +116,7 @@ def _check_readable(path: Path) -> None:
 
 
 def _may_be_checkpoint(names: list[str]) -> bool:
-    """One that lacks a part is a damaged one; without any part it is none."""
+    """A checkpoint that lacks a part is damaged. A directory without any part is no checkpoint."""
     known = (manifests.METADATA_NAME, manifests.FILE_NAME)
     return any(name in known or name.endswith(".distcp") for name in names)
 
@@ -142,6 +142,6 @@ def _newest_in(directory: Path) -> Path | None:
             return numbered[0][0]
         written = [path / manifests.METADATA_NAME for path in directory.iterdir() if not path.name.startswith(".")]
         found = [(path.stat().st_mtime, path.parent) for path in written if path.is_file()]
-    except OSError:  # one of them cannot be looked at: this is about a suggestion
+    except OSError:  # one of them is not readable; this is only for a suggestion
         return None
     return max(found)[1] if found else None

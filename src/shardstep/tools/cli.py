@@ -12,9 +12,11 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from shardstep.checkpoint import inspection
+from shardstep.checkpoint import inspection, keys
 from shardstep.checkpoint.storage.manifest import CheckpointError
-from shardstep.tools import arguments, conversion, output
+from shardstep.tools import arguments, output
+from shardstep.tools.from_plain import from_plain
+from shardstep.tools.to_plain import to_plain
 
 _DAMAGED, _WRONG, _INTERRUPTED, _PIPE_CLOSED = 1, 2, 130, 141  # (the last two: 128 and the number of the signal)
 _EXIT_CODES = (
@@ -39,7 +41,7 @@ def main(given: list[str] | None = None) -> int:
             return _run(_parser().parse_args(given))
         finally:
             output.flush()
-    except BrokenPipeError:  # whoever read has seen enough
+    except BrokenPipeError:  # the reader has closed the pipe
         output.silence()
         return _PIPE_CLOSED
     except KeyboardInterrupt:
@@ -143,19 +145,19 @@ def _convert(args: Namespace) -> int:
     if args.source.is_dir():
         arguments.check_checkpoint(args.source)
         arguments.check_target_file(args.target)
-        key = args.key if args.key is not None else args.part or inspection.OPTIM
+        key = args.key if args.key is not None else args.part or keys.OPTIM
         total = inspection.data_bytes(args.source)
         with _naming(target), output.progress("converting", total) as advance:
-            note = conversion.to_plain(args.source, target, key, advance)
+            note = to_plain(args.source, target, key, advance)
         size = target.stat().st_size
     else:
         arguments.check_source_file(args.source)
         arguments.check_target_directory(args.target)
         if args.part == "model":
             raise ValueError(f"--part model expects a checkpoint directory but {args.source} is a file. Leave it out.")
-        key = args.key if args.key is not None else conversion.WHOLE
+        key = args.key if args.key is not None else keys.WHOLE
         with _naming(target), output.progress("converting", args.source.stat().st_size) as advance:
-            note = conversion.from_plain(args.source, target, key, advance)
+            note = from_plain(args.source, target, key, advance)
         size = inspection.data_bytes(target)
     if note:
         output.tell(note)
@@ -169,13 +171,13 @@ def _convert(args: Namespace) -> int:
 def _import(module: str) -> None:
     try:
         import_module(module)
-    except Exception as error:  # whatever is wrong with it
+    except Exception as error:  # importing may raise anything
         raise ValueError(f"--import expects a module that can be imported but got {module!r}: {error!r}.") from error
 
 
 @contextmanager
 def _naming(target: Path) -> Iterator[None]:
-    """What fails while writing is told of the target, not of a file beside it that nobody asked for."""
+    """An error while writing names the target, not the file beside it."""
     try:
         yield
     except OSError as error:
@@ -189,15 +191,15 @@ def _verify(args: Namespace) -> int:
     arguments.check_checkpoint(args.directory)
     try:
         total = inspection.data_bytes(args.directory)
-    except (CheckpointError, OSError):  # that is what will be told
+    except (CheckpointError, OSError):  # ``problems`` will say so
         total = 0
     with output.progress("verifying", total) as advance:
         problems = inspection.problems(args.directory, advance)
     for problem in problems:
         output.tell(problem)
     if args.json:
-        told = {"directory": str(args.directory), "ok": not problems, "bytes": total, "problems": problems}
-        output.print_json(told)
+        report = {"directory": str(args.directory), "ok": not problems, "bytes": total, "problems": problems}
+        output.print_json(report)
     elif not problems:
         print(f"{args.directory} is complete and undamaged ({total:,} bytes)")
     return _DAMAGED if problems else 0

@@ -1,4 +1,4 @@
-"""What the command line shows: tables, JSON, progress, and streams that nobody reads any more."""
+"""What the command line shows: tables, JSON, progress. Also what to do when nobody reads it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def print_json(data: Mapping[str, Any]) -> None:
 
 
 def _carried(value: Any) -> Any:
-    """A value as far as JSON can carry it; what it cannot is a text."""
+    """A value as JSON data. What JSON has no form for becomes a text."""
     if isinstance(value, Mapping):
         return {str(key): _carried(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -87,13 +87,13 @@ def _print_table(headers: list[str], rows: list[list[str]]) -> None:
 
 
 def flush() -> None:
-    """Now, while a stream that nobody reads any more can still be dealt with: at its end Python only complains."""
+    """Flush now, while a closed pipe can still be handled. When Python exits it only complains."""
     if sys.stdout is not None:
         sys.stdout.flush()
 
 
 def silence() -> None:
-    """Let the streams that cannot be written to lead nowhere."""
+    """Redirect streams that cannot be written to the null device."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:
@@ -106,7 +106,7 @@ def silence() -> None:
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error, once the work has taken a second; a line now and then if that is no terminal."""
+    """A bar on standard error, once the work has taken a second; without a terminal, a line now and then."""
     started = shown = time.monotonic()
     done = 0
     bar: Any = None

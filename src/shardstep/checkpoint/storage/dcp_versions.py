@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorP
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.utils._pytree import tree_leaves
 
-# Fields that a later version writes: all may be in a file, and none has a meaning for who has no such field.
+# Fields that later versions write. They may be in a file; a version without the field ignores them.
 _LATER_FIELDS = {
     "Metadata": ("version",),  # torch >= 2.9
     "StorageMeta": ("modules",),  # torch >= 2.7
@@ -61,8 +61,8 @@ def metadata_of(entries: dict[str, Any], paths: dict[str, Any], storage: dict[An
 
 
 def without_data() -> AbstractContextManager[None]:
-    """In it ``torch.load`` tells what an object consists of, and leaves out the tensors' bytes."""
-    # torch 2.6 has skip_data for saving only: there the bytes are read as well. (Nothing but the number tells.)
+    """Within this context ``torch.load`` builds an object without reading the bytes of its tensors."""
+    # torch 2.6 has skip_data for saving only: there the bytes are read as well. (Only the version number shows it.)
     return torch.serialization.skip_data() if torch.__version__ >= "2.7" else nullcontext()
 
 
@@ -92,7 +92,7 @@ def save(form: dict[str, Any], writer: Any, planner: Any) -> None:
     """``dcp.save`` of one rank for itself."""
     if _takes(dcp.save, "no_dist"):
         dcp.save(form, storage_writer=writer, planner=planner, no_dist=True)
-    else:  # torch 2.6: only the function below can be told
+    else:  # torch 2.6: only the function below takes no_dist
         state_dict_saver._save_state_dict(form, writer, no_dist=True, planner=planner)
 
 
@@ -124,7 +124,7 @@ def save_in_thread(form: dict[str, Any], writer: Any, planner: Any, process_grou
 
 
 class SavePlanner(dcp.DefaultSavePlanner):
-    """DCP's planner, of a rank for itself, which may have a part of a tensor only."""
+    """DCP's planner for one rank by itself, which may hold only a part of a tensor."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         if torch.__version__ >= "2.9":

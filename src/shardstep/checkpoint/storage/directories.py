@@ -19,7 +19,7 @@ from shardstep.checkpoint.storage.manifest import Author, CheckpointError, Manif
 # Endings of names that nobody takes for a checkpoint: being written; the one before, until the new one has its name;
 # being deleted.
 _SAVING, _REPLACED, _DELETED = ".saving", ".replaced", ".deleted"
-_FORGOTTEN = 24 * 3600.0  # seconds after which what another save left is taken for abandoned
+_FORGOTTEN = 24 * 3600.0  # seconds after which another save's leftovers count as abandoned
 
 
 def aside_of(directory: Path) -> Path:
@@ -38,7 +38,7 @@ def prepare(directory: Path) -> None:
     _delete(aside)
     there = next(parent for parent in aside.parents if parent.exists())
     aside.mkdir(parents=True)
-    for parent in aside.parents:  # a new directory is there after a power failure if its parent was flushed
+    for parent in aside.parents:  # a new directory survives a power failure if its parent was flushed
         _flush(parent)
         if parent == there:
             break
@@ -49,9 +49,9 @@ def _is_replaceable(directory: Path) -> bool:
 
 
 def commit(directory: Path) -> None:
-    """Give a complete checkpoint its name. From then on it is there, also after a power failure.
+    """Give a complete checkpoint its name. From then on it survives a power failure.
 
-    At every moment there is a complete one: the old one under its name, or the old one put by, or the new one.
+    At every moment there is a complete one: the old one under its name, or the old one set aside, or the new one.
     """
     aside, old = aside_of(directory), _sibling(directory, _REPLACED)
     _flush(aside)
@@ -60,7 +60,7 @@ def commit(directory: Path) -> None:
         os.rename(directory, old)
     os.rename(aside, directory)
     _flush(directory.parent)
-    with suppress(OSError):  # the checkpoint is there, whatever becomes of the old one
+    with suppress(OSError):  # the new checkpoint is complete, even if the old one cannot be deleted
         _delete(old)
 
 
@@ -69,11 +69,11 @@ def _sibling(directory: Path, ending: str) -> Path:
 
 
 def _delete(directory: Path) -> None:
-    """Delete a directory, if it is there. It loses its name first: half of it must not be taken for the whole."""
+    """Delete a directory, if it is there. It loses its name first: half a checkpoint must not look like a whole one."""
     if directory.exists():
         doomed = _sibling(directory, f".{secrets.token_hex(4)}{_DELETED}")
         os.rename(directory, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)  # what is in use is deleted by a later prune
+        shutil.rmtree(doomed, ignore_errors=True)  # a later prune deletes what is in use now
 
 
 def _flush(directory: Path) -> None:
@@ -108,7 +108,7 @@ def _candidates(parent: Path) -> Iterator[tuple[Path, Manifest]]:
 
 
 def newest_first(parent: Path) -> list[tuple[Path, Manifest]]:
-    """The checkpoints in ``parent`` that are complete as far as names and sizes tell."""
+    """The checkpoints in ``parent`` that are complete, by names and sizes."""
     return [pair for pair in _by_age(parent) if not any(manifests.quick_problems(*pair))]
 
 
@@ -128,7 +128,7 @@ def _by_age(parent: Path) -> list[tuple[Path, Manifest]]:
 
 
 def to_try(parent: Path) -> tuple[list[str], list[str]]:
-    """The names of all checkpoints, the newest first, damaged or not; and what is wrong with those not even listed."""
+    """The names of all checkpoints, the newest first, damaged or not; and why others are not listed."""
     wrong = []
     for path in sorted(parent.iterdir()) if parent.is_dir() else ():
         if path.is_dir() and not path.name.endswith((_SAVING, _DELETED)):
@@ -140,7 +140,7 @@ def to_try(parent: Path) -> tuple[list[str], list[str]]:
 
 
 def problems(directory: Path, manifest: Manifest, progress: Callable[[int], None] | None = None) -> Iterator[str]:
-    """What is wrong with a checkpoint. Reads every byte of it, unless sizes tell already."""
+    """What is wrong with a checkpoint. Reads every byte of it, unless sizes are wrong already."""
     quick = list(manifests.quick_problems(directory, manifest))
     yield from quick
     if not quick:
@@ -168,5 +168,5 @@ def prune(parent: Path, keep: int, but: Path, author: Author | None = None) -> N
             if path.with_name(path.name[1:].removesuffix(_REPLACED)).exists():
                 _delete(path)
         for path in parent.glob(f".*{_SAVING}"):
-            if time.time() - path.stat().st_mtime > _FORGOTTEN:  # a younger one may be another save's, going on
+            if time.time() - path.stat().st_mtime > _FORGOTTEN:  # a younger one may belong to a save that is going on
                 _delete(path)

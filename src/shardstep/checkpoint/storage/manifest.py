@@ -64,7 +64,7 @@ class Manifest(NamedTuple):
     files: dict[str, FileList]
     parameters: dict[str, tuple[int, ...]]  # of the optimizer: name -> shape
     author: Author | None = None  # unless a process saved it that was alone
-    orders: dict[str, list[int]] | None = None  # of tensors whose dimensions lie otherwise in memory (see orders.py)
+    orders: dict[str, list[int]] | None = None  # of tensors whose dimensions lie in another order in memory
 
 
 def block_for(payload: int) -> int:

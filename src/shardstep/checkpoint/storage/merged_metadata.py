@@ -34,12 +34,12 @@ def to_json(written: Written) -> dict[str, Any]:
         if isinstance(entry, BytesStorageMetadata):
             entries[fqn] = {"at": [info.offset, info.length]}
             continue
-        told = entries.setdefault(
+        described = entries.setdefault(
             fqn, {"dtype": dtype_name(entry.properties.dtype), "size": list(entry.size), "chunks": []}
         )
         sizes = {tuple(chunk.offsets): list(chunk.sizes) for chunk in entry.chunks}
         offsets = tuple(result.index.offset or ())
-        told["chunks"].append([list(offsets), sizes[offsets], info.offset, info.length])
+        described["chunks"].append([list(offsets), sizes[offsets], info.offset, info.length])
     paths = written.metadata.planner_data or {}
     return {
         "file": written.name,
@@ -50,19 +50,19 @@ def to_json(written: Written) -> dict[str, Any]:
 
 
 def _with_position(path: Sequence[Any]) -> list[Any]:
-    """Parameter groups are a list, of which a rank writes some: it gives them by position, which DCP makes a text."""
+    """Parameter groups are a list, and a rank writes some of it, by position. DCP turns the position into a text."""
     root, of_groups, *rest = [*path, "", ""]
     if (root, of_groups) == ("optim", "param_groups") and rest[0] != "":
         return [root, of_groups, int(rest[0]), *path[3:]]
     return list(path)
 
 
-def joined(told: Sequence[dict[str, Any]], directory: Path) -> tuple[Metadata, dict[str, FileList]]:
+def joined(reports: Sequence[dict[str, Any]], directory: Path) -> tuple[Metadata, dict[str, FileList]]:
     """The metadata of everything, and the files. RuntimeError if a tensor is not written whole."""
     entries: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     paths: dict[str, tuple[Any, ...]] = {}
-    for part in told:
+    for part in reports:
         paths.update((fqn, tuple(path)) for fqn, path in part["paths"].items())
         for fqn, entry in part["entries"].items():
             if "at" in entry:
@@ -79,7 +79,7 @@ def joined(told: Sequence[dict[str, Any]], directory: Path) -> tuple[Metadata, d
                 storage[index] = _StorageInfo(part["file"], at, length)
     _check_whole(entries)
     metadata = dcp_versions.metadata_of(entries, paths, storage, directory)
-    return metadata, {part["file"]: manifests.from_json(part["list"]) for part in told}
+    return metadata, {part["file"]: manifests.from_json(part["list"]) for part in reports}
 
 
 def _check_whole(entries: dict[str, Any]) -> None:

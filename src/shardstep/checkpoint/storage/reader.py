@@ -81,7 +81,7 @@ class Reader(FileSystemReader):
         return metadata
 
     def _check(self, metadata: Metadata, path: Path) -> None:
-        """That the items lie in files of this directory: the metadata says where to read."""
+        """Check that all items are in files of this directory: the metadata says where to read."""
         for info in (metadata.storage_data or {}).values():
             name = str(info.relative_path)
             if Path(name).name != name:
@@ -121,7 +121,7 @@ class Reader(FileSystemReader):
                 for item in items:
                     self._read_item(file, item, planner)
                 self.bytes_read += file.bytes_read
-        except (CheckpointError, MemoryError, torch.OutOfMemoryError):  # no memory is no damage
+        except (CheckpointError, MemoryError, torch.OutOfMemoryError):  # lack of memory is not damage
             raise
         except Exception as error:  # torch.load raises anything for what it did not write
             raise CheckpointError(f"{path} cannot be read as a file of a DCP checkpoint: {error}") from error
@@ -154,7 +154,7 @@ class Reader(FileSystemReader):
         planner.commit_tensor(item, target)
 
     def _payload_of(self, file: _OpenFile, info: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Item | None:
-        """Where the elements of an item lie, if they lie there as they do in memory."""
+        """Where the elements of an item are in the file, if they are stored as in memory."""
         size = bytes_in(shape, dtype)
         if size == 0:
             return None
@@ -232,7 +232,7 @@ class _OpenFile:
         parts = (memoryview(before), target, memoryview(after))
         if not manifests.payload_is_sound(item, parts, low // block, -(-high // block)):
             raise self._damaged(item)
-        if stop == item.payload:  # whoever has the end checks what surrounds the elements
+        if stop == item.payload:  # whoever reads the end checks the head and the tail
             end = base + item.payload
             head, tail = self.read_at(item.offset, item.head), self.read_at(end, item.offset + item.length - end)
             if not manifests.frame_is_sound(item, head, tail):

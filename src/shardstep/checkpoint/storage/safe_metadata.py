@@ -144,7 +144,7 @@ def loads(data: bytes, path: Any) -> Any:
 
 
 def _check_fields(found: metadata.Metadata, path: Any) -> None:
-    """That what is used of the records is there and of its type. (No assert: ``python -O`` leaves those out.)"""
+    """Check that the fields we use exist and have the right type. (No assert: ``python -O`` removes those.)"""
     try:
         problem = next(_problems(found), None)
     except (AttributeError, TypeError, ValueError) as error:  # a record lacks a field, or has another kind of value

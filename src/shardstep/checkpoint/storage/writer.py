@@ -25,9 +25,6 @@ from shardstep.checkpoint.storage import manifest as manifests
 from shardstep.checkpoint.storage.manifest import FileList, Item, RunningChecksum
 from shardstep.checkpoint.storage.torch_file import WINDOW_BYTES, Frame, frame_of, memory_of
 
-# What DCP says when each rank saves or loads for itself, which is how we use it.
-NO_DIST_WARNING = "torch.distributed is disabled, unavailable or uninitialized"
-
 
 class Written(NamedTuple):
     """What one rank wrote."""
@@ -41,8 +38,8 @@ class Written(NamedTuple):
 class Writer(StorageWriter):
     """Writes this rank's items to one file of a directory that exists; then calls ``finish`` with what it wrote.
 
-    For ``dcp.save(..., no_dist=True)`` on every rank: ``prepare`` and ``finish`` make one checkpoint of it. A failure
-    in between is ``told``.
+    For ``dcp.save(..., no_dist=True)`` on every rank: ``prepare`` and ``finish`` make one checkpoint of it. Writing
+    happens inside ``reporting``.
     """
 
     def __init__(
@@ -51,13 +48,13 @@ class Writer(StorageWriter):
         rank: int,
         prepare: Callable[[], None],
         finish: Callable[[Written], None],
-        told: Callable[[], AbstractContextManager[None]],
+        reporting: Callable[[], AbstractContextManager[None]],
         progress: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__()
         self._progress = progress  # called with the bytes of every item
         self._directory, self._rank = directory, rank
-        self._prepare, self._finish, self._told = prepare, finish, told
+        self._prepare, self._finish, self._reporting = prepare, finish, reporting
         self._file = FileList(0, {})
         self._frames: dict[tuple[tuple[int, ...], torch.dtype], Frame] = {}
 
@@ -79,7 +76,7 @@ class Writer(StorageWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
-        with self._told():
+        with self._reporting():
             done.set_result(self._write(plan, planner))
         return done
 

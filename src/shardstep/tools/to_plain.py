@@ -1,9 +1,8 @@
-"""Checkpoint directories to plain files and back, a window of the data at a time."""
+"""A checkpoint directory to one plain file, a window of the data at a time."""
 
 from __future__ import annotations
 
 import os
-import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -16,27 +15,17 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from shardstep.checkpoint import keys
-from shardstep.checkpoint.keys import WHOLE, key_of
-from shardstep.checkpoint.load_job import OPTIM, Checkpoint
-from shardstep.checkpoint.save_job import Contribution, SaveJob
+from shardstep.checkpoint.keys import GROUPS, OPTIM, STATE
+from shardstep.checkpoint.open_checkpoint import Checkpoint
 from shardstep.checkpoint.storage import dcp_versions
 from shardstep.checkpoint.storage.manifest import CheckpointError
 from shardstep.checkpoint.storage.reader import put
 from shardstep.checkpoint.storage.torch_file import WINDOW_BYTES, bytes_in, memory_of, patch_checksums
 from shardstep.comm.codec import is_live_only
-from shardstep.comm.consensus import RankConsensus
-from shardstep.comm.process_group import alone
 from shardstep.params import tensor_subclasses
-from shardstep.state.named import map_leaves
-from shardstep.state.plain import MARK, recipients
 from shardstep.state.shard import shard_of_range, shard_of_whole
 
-__all__ = ["WHOLE", "from_plain", "to_plain"]
-
 Progress = Callable[[int], None]  # called with bytes done
-
-
-# --- to a plain file ----------------------------------------------------------------------------------------------
 
 
 def to_plain(directory: Path, target: Path, key: str, progress: Progress) -> str:
@@ -50,7 +39,7 @@ def to_plain(directory: Path, target: Path, key: str, progress: Progress) -> str
             written as it was saved. ValueError if there is nothing, or an optimizer only deeper.
 
     Returns:
-        What should be known about it, if anything.
+        A note for the user, if there is something to know.
     """
     checkpoint = Checkpoint(directory)
     root = _root_in(checkpoint, key)
@@ -77,7 +66,7 @@ def to_plain(directory: Path, target: Path, key: str, progress: Progress) -> str
 
 
 def _root_in(checkpoint: Checkpoint, key: str) -> keys.Path:
-    """Where what ``key`` asks for lies."""
+    """Where the thing is that ``key`` asks for."""
     directory, paths = checkpoint.directory, list(checkpoint.paths.values())
     root, optimizers = keys.root_of(paths, key), keys.optimizer_roots(paths)
     if root in optimizers:
@@ -96,16 +85,11 @@ def _root_in(checkpoint: Checkpoint, key: str) -> keys.Path:
     else:
         what, others = key, keys.deeper(paths, key)
     if others:
-        raise ValueError(f"{directory} has {_found(what, others)}")
+        raise ValueError(f"{directory} has {keys.hint(what, others)}")
     there = sorted({str(path[0]) for path in paths})
     raise ValueError(
         f"{directory} expects something to convert under {key!r} but has the keys {there}. Pass one with --key."
     )
-
-
-def _found(what: str, roots: list[keys.Path]) -> str:
-    names = [key_of(root) for root in roots]
-    return f"its {what} under {' and '.join(map(repr, names))}: pass --key {names[0]}"
 
 
 def _plain_tree(checkpoint: Checkpoint, root: keys.Path) -> tuple[Any, dict[int, str]]:
@@ -134,7 +118,7 @@ def _plain_tree(checkpoint: Checkpoint, root: keys.Path) -> tuple[Any, dict[int,
 
 def _numbered(form: dict[str, Any], directory: Path) -> dict[str, Any]:
     """An optimizer's form with positions for names: torch's plain form."""
-    groups = form["param_groups"]
+    groups = form[GROUPS]
     if not all(isinstance(group, Mapping) and "params" in group for group in groups):
         raise CheckpointError(f"{directory} expects parameter groups with the key 'params', but one has none.")
     for key, value in (option for group in groups for option in group.items() if is_live_only(option[1])):
@@ -145,11 +129,11 @@ def _numbered(form: dict[str, Any], directory: Path) -> dict[str, Any]:
         )
     names = dict.fromkeys(name for group in groups for name in group["params"])
     numbers: dict[Any, int] = {name: number for number, name in enumerate(names)}
-    states = form.get("state", {})
+    states = form.get(STATE, {})
     ordered = sorted(states, key=lambda name: numbers.get(name, len(numbers)))
     return {
-        "state": {numbers.get(name, name): states[name] for name in ordered},
-        "param_groups": [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
+        STATE: {numbers.get(name, name): states[name] for name in ordered},
+        GROUPS: [{**group, "params": [numbers[name] for name in group["params"]]} for group in groups],
     }
 
 
@@ -239,119 +223,3 @@ def _write_at(descriptor: int, memory: memoryview, place: int) -> None:
     while len(memory):
         count = os.pwrite(descriptor, memory, place)
         memory, place = memory[count:], place + count
-
-
-# --- from a plain file --------------------------------------------------------------------------------------------
-
-
-def from_plain(source: Path, directory: Path, key: str, progress: Progress) -> str:
-    """Make a checkpoint directory of a file that ``torch.save(optimizer.state_dict(), source)`` wrote.
-
-    The file is mapped into memory, not read as a whole. Parameters are called by the names in the file, if it has some,
-    else by their positions; a checkpoint of positions loads into an optimizer with as many parameters in each group.
-
-    Args:
-        key: under which the state dict lies in the file.
-
-    Returns:
-        What should be known about it, if anything.
-    """
-    try:
-        form = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
-    except Exception as error:  # torch.load raises anything for a file that is none of its own
-        named = re.search(r"GLOBAL ((?:\w+\.)+)(\w+)", str(error))
-        if named is None:
-            reason = (str(error).splitlines() or [repr(error)])[0]
-        else:
-            module = ".".join(named[1].rstrip(".").split(".")[:2])
-            reason = f"it holds a {named[1]}{named[2]}. If you trust that package, pass --import {module}."
-        raise CheckpointError(f"{source} cannot be read as plain data that torch.save wrote: {reason}") from error
-    form = _optimizer_in(form, source, key)
-    group = alone()
-    SaveJob(directory, _PlainContribution(form), group, RankConsensus(group), progress=progress).run()
-    count = sum(len(group["params"]) for group in form["param_groups"])
-    if count and not any(not isinstance(entry, Mapping) or entry for entry in form["state"].values()):
-        return (
-            f"{source} holds no state for its {count} parameters, as before the first step (or of an optimizer that "
-            "needs none), so the checkpoint has none."
-        )
-    return ""
-
-
-def _optimizer_in(whole: Any, source: Path, key: str) -> Mapping[str, Any]:
-    """The optimizer's state dict in what a file holds."""
-    paths = list(_paths_in(whole))
-    root = keys.root_of(paths, key)
-    if root is None:
-        raise ValueError(f"{source} has nothing under the key {key!r} but has {_told(whole)}. Pass another with --key.")
-    form = whole
-    for part in root:
-        form = form[part]
-    if isinstance(form, Mapping) and MARK in form:
-        raise CheckpointError(
-            f"{source} expects the full state but was saved on a rank that did not receive it. Convert what "
-            f"{recipients(form)} saved, to which the state was consolidated."
-        )
-    if not _is_state_dict(form):
-        others = keys.optimizer_roots(paths)
-        remedy = f"It has {_found('optimizer', others)}" if others else "Pass what state_dict() returned."
-        raise ValueError(
-            f"{source} expects an optimizer's state dict, with 'state' and 'param_groups', but holds {_told(form)}. "
-            f"{remedy}"
-        )
-    return form
-
-
-def _is_state_dict(form: Any) -> bool:
-    if not isinstance(form, Mapping) or not {"state", "param_groups"} <= form.keys():
-        return False
-    state, groups = form["state"], form["param_groups"]
-    return (
-        isinstance(state, Mapping)
-        and isinstance(groups, (list, tuple))
-        and all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups)
-    )
-
-
-def _told(form: Any) -> str:
-    return f"{sorted(map(str, form))}" if isinstance(form, Mapping) else f"a {type(form).__name__}"
-
-
-def _paths_in(value: Any, path: keys.Path = ()) -> Iterator[keys.Path]:
-    """The paths of a tree's leaves; a list counts as a leaf unless dicts are in it."""
-    items: list[tuple[Any, Any]] = []
-    if isinstance(value, Mapping):
-        items = list(value.items())
-    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        items = list(enumerate(value))
-    for part, item in items:
-        yield from _paths_in(item, (*path, part))
-    if not items:
-        yield path
-
-
-class _PlainContribution(Contribution):
-    """What a plain state dict contributes: everything."""
-
-    def __init__(self, form: Mapping[str, Any]) -> None:
-        names: dict[Any, str] = {}
-        for group in form["param_groups"]:
-            told = group.get("param_names") or [str(number) for number in group["params"]]
-            names.update(zip(group["params"], map(str, told), strict=True))
-        groups = [
-            {
-                **{key: value for key, value in group.items() if key != "param_names"},
-                "params": [names[number] for number in group["params"]],
-            }
-            for group in form["param_groups"]
-        ]
-        state = {
-            names.get(key, str(key)): map_leaves(tensor_subclasses.opened(entry), _whole)
-            for key, entry in form["state"].items()
-        }
-        self.form = {OPTIM: {"state": state, "param_groups": groups}}
-        self.shapes, self.orders = {}, {}
-
-
-def _whole(leaf: Any) -> Any:
-    return shard_of_whole(leaf) if isinstance(leaf, Tensor) else leaf

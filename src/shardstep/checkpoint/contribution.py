@@ -1,0 +1,119 @@
+"""What one rank contributes to a checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+from torch.nn import Module, Parameter
+
+from shardstep.checkpoint.adapter import OptimizerAdapter
+from shardstep.checkpoint.keys import EXTRA, GROUPS, MODEL, OPTIM, STATE
+from shardstep.checkpoint.leaves import copied_to_host, is_tensor_tree, leaved, with_leaves
+from shardstep.comm.codec import plain_option
+from shardstep.comm.process_group import Group
+from shardstep.params.memory_order import order_of
+from shardstep.state import named
+from shardstep.state.names import clean, names_of, unwrapped
+from shardstep.state.shard import StateShard, shard_of_range, shard_of_whole
+
+
+@dataclass
+class Contribution:
+    """What one rank saves: its own dict for DCP, and what must be known to make one checkpoint of all."""
+
+    form: dict[str, Any]
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of all parameters
+    orders: dict[str, list[int]] = field(default_factory=dict)  # of tensors with another order in memory, by key
+
+    def stage(self) -> None:
+        """Replace everything by a copy on the CPU, so that training can go on."""
+        self.form = named.map_leaves(self.form, copied_to_host)
+
+
+def contribution_of(adapted: OptimizerAdapter, model: Module | None, extra: Mapping[str, Any] | None) -> Contribution:
+    """What this rank saves of an optimizer, its model and anything else."""
+    names = names_of(adapted.optimizer.param_groups, model)
+    optim = _optimizer_part(adapted, names)
+    form: dict[str, Any] = {OPTIM: optim}
+    if model is not None:
+        form[MODEL] = with_leaves(_model_part(model, adapted.group))
+    if extra is not None and adapted.group.rank == 0:
+        form[EXTRA] = {key: leaved(value) for key, value in extra.items()}
+    shapes = {names[adapted.held.params[spec.index]]: spec.shape for spec in adapted.held.layout.specs}
+    return Contribution(form, shapes, dict(_orders_in(optim[STATE], OPTIM, STATE)))
+
+
+def _optimizer_part(adapted: OptimizerAdapter, names: Mapping[Tensor, str]) -> dict[str, Any]:
+    form = named.named_form(adapted.optimizer.param_groups, names, adapted.held, adapted.local, blanks=False)
+    _keep_what_this_rank_writes(form[STATE], adapted)
+    # A group is written by a rank that has a piece of it: into an empty one some optimizers write nothing.
+    writers = [owners[0] if owners else 0 for owners in adapted.held.group_owners()]
+    groups = {
+        position: with_leaves(_plain_options(group))
+        for position, (group, writer) in enumerate(zip(form[GROUPS], writers, strict=True))
+        if writer == adapted.group.rank
+    }
+    return {STATE: {name: leaved(entry) for name, entry in form[STATE].items()}, GROUPS: groups}
+
+
+def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Of classes and functions only the names are saved: an optimizer that is built has its own."""
+    return {key: plain_option(value) for key, value in group.items()}
+
+
+def _keep_what_this_rank_writes(state: dict[str, Any], adapted: OptimizerAdapter) -> None:
+    """Of a value that every owner of a piece has, the owner of the first writes it; of what all have, rank 0."""
+    names = iter(list(state))
+    for index in adapted.held.params:
+        name, piece = next(names), adapted.held.pieces.pieces.get(index)
+        if piece is not None and piece.start > 0:
+            state[name] = {key: value for key, value in state[name].items() if is_tensor_tree(value)}
+        if not state[name]:
+            del state[name]
+    for name in names:
+        if adapted.group.rank != 0:
+            del state[name]
+
+
+def _orders_in(value: Any, *path: str) -> Iterator[tuple[str, list[int]]]:
+    """The tensors of a tree whose dimensions lie in another order in memory, by key: a copy must have it, too."""
+    if isinstance(value, (Mapping, list)):
+        for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
+            yield from _orders_in(item, *path, str(key))
+    elif isinstance(value, StateShard) and value.local.shape == value.shape:
+        order = order_of(value.local)
+        if order is not None:
+            yield ".".join(path), order
+
+
+def _model_part(model: Module, group: Group) -> dict[str, Any]:
+    """This rank's share of the model: of all parameters an equal range of elements; rank 0 has the rest.
+
+    (Parameters are the same on every rank. Buffers may differ: rank 0's count, as in DistributedDataParallel.)
+    """
+    entries = {clean(key): value for key, value in unwrapped(model).state_dict(keep_vars=True).items()}
+    params = {key: value for key, value in entries.items() if isinstance(value, Parameter)}
+    total = sum(param.numel() for param in params.values())
+    low, high = total * group.rank // group.world_size, total * (group.rank + 1) // group.world_size
+    part: dict[str, Any] = {}
+    start = 0
+    for key, param in params.items():
+        stop = start + param.numel()
+        mine = slice(max(low, start) - start, min(high, stop) - start)
+        if not param.is_contiguous() or param.numel() == 0:
+            if low <= start < high or (group.rank == 0 and start >= total):
+                part[key] = shard_of_whole(param.detach())
+        elif mine.start < mine.stop:
+            local = param.detach().view(-1)[mine]
+            part[key] = shard_of_range(tuple(param.shape), mine.start, mine.stop, local)
+        start = stop
+    if group.rank == 0:
+        part.update((key, _detached(value)) for key, value in entries.items() if key not in params)
+    return part
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
