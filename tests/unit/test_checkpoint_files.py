@@ -577,6 +577,41 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
     assert sorted(taken) == sorted([*harmless, "good"]), done.stdout  # (that one is noticed when an item is read)
 
 
+def test_every_reader_refuses_malicious_metadata_under_python_O(tmp_path: Path) -> None:
+    """load, inspect and convert, in one process without asserts. Nothing is run, nothing is taken for good."""
+    root = saved(tmp_path / "c")
+    (root / manifests.FILE_NAME).unlink()
+    bad = dict(malicious(tmp_path)) | {kind: pickle.dumps(content) for kind, content in ODD_METADATA.items()}
+    del bad["places of nothing"]  # is noticed when an item is read, which inspect does not
+    for position, data in enumerate(bad.values()):
+        shutil.copytree(root, tmp_path / "bad" / str(position))
+        (tmp_path / "bad" / str(position) / manifests.METADATA_NAME).write_bytes(data)
+    code = """
+import sys
+from pathlib import Path
+from shardstep import cli
+from tests.unit.test_checkpoint_files import CheckpointError, loaded
+if __debug__:
+    sys.exit("asserts are on")
+for path in sorted(Path(sys.argv[1]).iterdir()):
+    try:
+        loaded(path)
+    except CheckpointError:
+        print("refused")
+    for command in (["inspect", path], ["convert", path, path.with_suffix(".pt")]):
+        print("refused" if cli.main(list(map(str, command))) else "taken")
+"""
+    done = subprocess.run(
+        [sys.executable, "-O", "-W", "ignore", "-c", code, str(tmp_path / "bad")],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines().count("refused") == 3 * len(bad), done.stdout + done.stderr
+    assert not (tmp_path / "ran").exists()
+
+
 def test_truncated_and_flipped_metadata_is_a_checkpoint_error_or_metadata(tmp_path: Path) -> None:
     path = saved(tmp_path / "c")
     data = (path / manifests.METADATA_NAME).read_bytes()
