@@ -41,7 +41,7 @@ _MEANINGS = {
     "cut in some groups": "cut in one of the two groups, whole in the other",
     "kept whole": "each parameter is on one rank; the reason is what differed when it was cut",
     "refused": "`ValueError` when it is built, with this reason",
-    "wraps another": "takes an optimizer or a model, or is a base class: nothing to shard. LocalPieces what it wraps",
+    "wraps another": "takes an optimizer or a model, or is a base class: nothing to shard. Shard what it wraps",
     "cannot run on the CPU": "the plain class raises this: nothing to compare with",
     "FAILED": "a bug of shardstep",
     "not run": "",

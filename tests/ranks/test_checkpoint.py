@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import LocalPieces, Replicate, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adafactor, Adagrad, AdamW, Optimizer
@@ -364,7 +364,7 @@ def into_dtensors(rank: int, world: int, root: Path) -> None:
     index = {"embed": 0, "deep": 1, "brief": 6}
     for name in ("own-element-4", "own-plain", "dict-zero2-3"):
         for sharded, reader in itertools.product(
-            (LocalPieces(0), LocalPieces(1), Replicate()), (dcp.FileSystemReader, Reader)
+            (Shard(0), Shard(1), Replicate()), (dcp.FileSystemReader, Reader)
         ):
             template = {
                 param: {
