@@ -14,8 +14,8 @@ from tests.optimizers.catalogue import PACKAGES, Subject, is_abstract, is_instal
 from tests.optimizers.outcomes import Row, record
 from tests.optimizers.training import Facts
 
-# Those that are also trained and saved on two ranks. Quick and unlike each other: cut, whole, 8-bit, schedule-free, with
-# a closure, coupled, hybrid.
+# Those that are also trained and saved on two ranks. Quick and unlike each other: cut, whole, 8-bit, schedule-free,
+# with a closure, coupled, hybrid.
 SAMPLE = [
     Subject("bitsandbytes.optim", "AdamW8bit"),
     Subject("schedulefree", "AdamWScheduleFree"),

@@ -363,9 +363,7 @@ def into_dtensors(rank: int, world: int, root: Path) -> None:
     state = torch.load(root / "expected.pt")[SAVED_AT]["optim"]["state"]
     index = {"embed": 0, "deep": 1, "brief": 6}
     for name in ("own-element-4", "own-plain", "dict-zero2-3"):
-        for sharded, reader in itertools.product(
-            (Shard(0), Shard(1), Replicate()), (dcp.FileSystemReader, Reader)
-        ):
+        for sharded, reader in itertools.product((Shard(0), Shard(1), Replicate()), (dcp.FileSystemReader, Reader)):
             template = {
                 param: {
                     key: distribute_tensor(torch.zeros_like(state[index[param]][key]), mesh, [sharded])
