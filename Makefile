@@ -24,10 +24,10 @@ train: $(VENV)/installed
 
 # Each test at 1 and 3 ranks; test-all: also the same tests at 2, 4 and 5 (see tests/conftest.py).
 test: lint
-	$(BIN)/python -m pytest -m "not again and not optimizers" $(ARGS)
+	$(BIN)/python -m pytest -m "not again and not optimizers and not frameworks" $(ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest -m "not optimizers" $(ARGS)
+	$(BIN)/python -m pytest -m "not optimizers and not frameworks" $(ARGS)
 
 # Every optimizer class of five packages. For the page about it: python -m tests.optimizers.table > docs/optimizers.md
 $(VENV)/installed-optimizers: $(VENV)/installed

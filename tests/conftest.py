@@ -2,11 +2,15 @@
 
 A test that is written for several numbers of ranks runs at 1 and 3 by default: three is where halves, pairs and
 powers of two stop hiding mistakes. At 2, 4 or 5 ranks the same test is marked ``again``, and so is one through shared
-memory that also runs through sockets; ``make test-all`` takes those, too. The sweep over every optimizer class
-(``optimizers``) has a command of its own, ``make test-optimizers``.
+memory that also runs through sockets; ``make test-all`` takes those, too. What needs packages that
+are not in the environment of ``make test`` is not in it even if they are installed: the sweep over every optimizer
+class and all of heavyball (``optimizers``, ``make test-optimizers``), Lightning and transformers (``frameworks``,
+``make test-frameworks``).
 """
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +24,14 @@ TRANSPORTS = ("transport", "way")
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "again: the same test at another number of ranks, or through shared memory")
-    config.addinivalue_line("markers", "optimizers: slow tests of optimizers of other packages: make test-optimizers")
+    config.addinivalue_line("markers", "optimizers: every optimizer class of other packages: make test-optimizers")
+    config.addinivalue_line("markers", "frameworks: what needs Lightning or transformers: make test-frameworks")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """What is not asked for is not even imported: heavyball takes seconds, and sets what is torch's."""
+    left_out = "not optimizers" in config.option.markexpr and collection_path.name == "test_heavyball.py"
+    return True if left_out else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,24 +1,47 @@
 """Real processes, real gloo. ``run_ranks`` runs a function on every rank and returns what each returned.
 
-The forkserver start method with torch preloaded makes a 2-rank test cost about a tenth of a second.
+The processes are kept and used again: what a rank is made of (imports, the first touch of every page and kernel) is
+paid once for a pytest worker, not once for a call. Every call has a store and a process group of its own. A process is
+used again only if the call succeeded on every rank and left nothing behind (see ``tests.traces``); otherwise, and
+after a call with ``fresh=True``, it is thrown away, and the next call starts another one.
 """
 
 from __future__ import annotations
 
+import gc
 import io
 import multiprocessing
 import os
+import pickle
+import random
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
+import shardstep
+from tests.traces import Start
+
 _context = multiprocessing.get_context("forkserver")
-# Whatever a worker's test module imports is imported once, not once per rank.
+_CLEANING = 10.0  # seconds in which a process that succeeded has to be ready again
+
+
+def _modules_of(package: Any) -> list[str]:
+    root = Path(package.__file__).parent
+    files = (path.relative_to(root).with_suffix("") for path in sorted(root.rglob("*.py")))
+    names = (".".join((package.__name__, *path.parts)).removesuffix(".__init__") for path in files)
+    return [name for name in names if not name.endswith("__main__")]
+
+
+# Whatever a worker's test module imports is imported once, not once per rank. All of shardstep, so that what a test
+# replaces in it is noticed.
 _PRELOADED = [
     "torch",
     "torch.distributed",
@@ -28,7 +51,7 @@ _PRELOADED = [
     "accelerate",
     "pytest",
     "numpy",
-    "shardstep",
+    *_modules_of(shardstep),
 ]
 _context.set_forkserver_preload(_PRELOADED)
 
@@ -44,23 +67,32 @@ def run_ranks(
     *args: Any,
     timeout: float = 90,
     pg_timeout: float = 60,
+    fresh: bool = False,
     **kwargs: Any,
 ) -> list[Any]:
     """``function(rank, world_size, *args, **kwargs)`` on every rank of a gloo group; the results by rank.
 
     Raises the first real error of any rank (not the "connection closed by peer" that follows on the others).
+
+    Args:
+        timeout: seconds for all of it; ranks that still run are killed.
+        pg_timeout: of the process group.
+        fresh: in processes that nobody used before and nobody uses afterwards.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    workers = []
-    for rank in range(world_size):
-        receiver, sender = _context.Pipe(duplex=False)
-        process = _context.Process(
-            target=_work, args=(function, rank, world_size, store.port, pg_timeout, sender, args, kwargs), daemon=True
-        )
-        process.start()
-        sender.close()
-        workers.append((process, receiver))
-    outcomes = _await(workers, timeout)
+    processes = [_start() if fresh or not _idle else _idle.pop() for _ in range(world_size)]
+    again = False
+    try:
+        for rank, process in enumerate(processes):
+            _tell(process, (function, rank, world_size, store.port, pg_timeout, args, kwargs))
+        outcomes = _await(processes, timeout)
+        again = not fresh and all(kind == "ok" for kind, _, _ in outcomes)
+    finally:
+        for process in reversed(processes):
+            if again and _is_clean(process):
+                _idle.append(process)
+            else:
+                _throw_away(process)
     failures = [(at, rank, text) for rank, (kind, at, text) in enumerate(outcomes) if kind == "error"]
     if failures:
         _, rank, text = min(failures)
@@ -68,33 +100,84 @@ def run_ranks(
     return [torch.load(io.BytesIO(payload), weights_only=False) for _, _, payload in outcomes]
 
 
-def _await(workers: list, timeout: float) -> list[tuple[str, float, Any]]:
+# --- in the process of the tests --------------------------------------------------------------------------------------
+
+
+class _Process(NamedTuple):
+    process: Any
+    pipe: Connection
+
+
+_idle: list[_Process] = []
+
+
+def _start() -> _Process:
+    ours, theirs = _context.Pipe()
+    process = _context.Process(target=_work, args=(theirs,), daemon=True)
+    process.start()
+    theirs.close()
+    return _Process(process, ours)
+
+
+def _tell(process: _Process, call: tuple) -> None:
+    process.pipe.send_bytes(ForkingPickler.dumps(call))
+
+
+def _await(processes: list[_Process], timeout: float) -> list[tuple[str, float, Any]]:
     deadline = time.monotonic() + timeout
     outcomes: list[tuple[str, float, Any]] = []
-    try:
-        for process, receiver in workers:
-            if not receiver.poll(max(deadline - time.monotonic(), 0.01)):
-                outcomes.append(("error", float("inf"), f"still running after {timeout} s"))
-                continue
-            try:
-                outcomes.append(receiver.recv())
-            except EOFError:
-                process.join(5)
-                outcomes.append(("error", time.time(), f"died with exit code {process.exitcode}"))
-        for process, _ in workers:
-            process.join(max(deadline - time.monotonic(), 1))
-    finally:
-        for process, _ in workers:
-            if process.is_alive():
-                process.kill()
+    for process, pipe in processes:
+        if not pipe.poll(max(deadline - time.monotonic(), 0.01)):
+            outcomes.append(("error", float("inf"), f"still running after {timeout} s"))
+            continue
+        try:
+            outcomes.append(pipe.recv())
+        except (EOFError, ConnectionResetError):
+            process.join(5)
+            # First, whenever it is noticed: nobody dies of what another rank tells.
+            outcomes.append(("error", 0.0, f"died with exit code {process.exitcode}"))
     return outcomes
 
 
-def _work(function, rank, world_size, port, pg_timeout, sender, args, kwargs) -> None:
+def _is_clean(process: _Process) -> bool:
+    """Whether it left the group in time and found no traces of the call."""
+    try:
+        return process.pipe.poll(_CLEANING) and process.pipe.recv() == ""
+    except (EOFError, ConnectionResetError):
+        return False
+
+
+def _throw_away(process: _Process) -> None:
+    process.pipe.close()
+    process.process.kill()
+    process.process.join()
+
+
+# --- in the process of a rank -----------------------------------------------------------------------------------------
+
+
+def _work(pipe: Connection) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
+    # What was imported is not looked at again: neither by the collector nor by searches through all objects.
+    gc.freeze()
+    start = Start()
+    while True:
+        try:
+            call = pipe.recv_bytes()
+        except EOFError:
+            return
+        if not _answer(pipe, call):
+            return
+        pipe.send(start.restore())
+
+
+def _answer(pipe: Connection, call: bytes) -> bool:
+    """Make one call and send its outcome; whether it succeeded."""
     torch.manual_seed(0)
+    random.seed()
     try:
+        function, rank, world_size, port, pg_timeout, args, kwargs = pickle.loads(call)
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=pg_timeout)
@@ -103,9 +186,9 @@ def _work(function, rank, world_size, port, pg_timeout, sender, args, kwargs) ->
         result = function(rank, world_size, *args, **kwargs)
         buffer = io.BytesIO()
         torch.save(result, buffer)
-        sender.send(("ok", time.time(), buffer.getvalue()))
+        pipe.send(("ok", time.time(), buffer.getvalue()))
         dist.destroy_process_group()
+        return True
     except BaseException:
-        sender.send(("error", time.time(), traceback.format_exc()))
-    finally:
-        sender.close()
+        pipe.send(("error", time.time(), traceback.format_exc()))
+        return False

@@ -11,6 +11,8 @@ import pytest
 
 from tests.frameworks import programs
 
+pytestmark = pytest.mark.frameworks
+
 PACKAGES = {"lightning": "lightning", "fabric": "lightning", "trainer": "transformers"}
 
 

@@ -1,6 +1,6 @@
 """Every optimizer class of these packages trains as its plain self, saves and resumes, or is refused by name.
 
-``make test-optimizers`` takes all of them; ``make test`` the sample. Each leaves a row for ``docs/optimizers.md``.
+``make test-optimizers`` runs it; ``make test`` does not. Each leaves a row for ``docs/optimizers.md``.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from tests.optimizers.catalogue import PACKAGES, Subject, is_abstract, is_instal
 from tests.optimizers.outcomes import Row, record
 from tests.optimizers.training import Facts
 
-# Quick and unlike each other: cut, whole, 8-bit, schedule-free, with a closure, coupled, hybrid.
+# Those that are also trained and saved on two ranks. Quick and unlike each other: cut, whole, 8-bit, schedule-free,
+# with a closure, coupled, hybrid.
 SAMPLE = [
     Subject("bitsandbytes.optim", "AdamW8bit"),
     Subject("schedulefree", "AdamWScheduleFree"),
@@ -30,12 +31,9 @@ ALL = [*SAMPLE, *(subject for subject in subjects() if subject not in SAMPLE)]
 LIMITS = {"timeout": 300, "pg_timeout": 120}
 
 
-def _marks(subject: Subject) -> list[pytest.MarkDecorator]:
-    return [] if subject in SAMPLE else [pytest.mark.optimizers]
-
-
+@pytest.mark.optimizers
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("subject", [pytest.param(s, id=str(s), marks=_marks(s)) for s in ALL])
+@pytest.mark.parametrize("subject", ALL, ids=str)
 def test_every_class_trains_as_the_plain_one_and_resumes_or_is_refused_by_name(subject, tmp_path):
     if not is_installed(subject.package):
         pytest.skip(f"{subject.package} is not installed")

@@ -11,6 +11,8 @@ from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
 from tests.twins import Twins, parameters
 
+pytestmark = pytest.mark.optimizers
+
 heavyball = pytest.importorskip("heavyball")
 
 CLASSES = {
@@ -135,7 +137,6 @@ def _compiled(rank, world_size):
     twins.check_weights()
 
 
-@pytest.mark.optimizers
 def test_compiled_steps_of_other_groupings_end_with_the_same_bits():
     """The probe does not compile. What is compiled has other last bits, but the same ones in every grouping."""
     run_ranks(_compiled, 3, timeout=170, pg_timeout=170)

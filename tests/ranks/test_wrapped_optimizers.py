@@ -21,7 +21,7 @@ from tests.oracle import assert_same, error_of, parameters, train, values_of
 
 STEPS, MORE = range(3), range(3, 6)
 # A name here is a way to wrap an optimizer; the packages are those of `make test-frameworks`, but for accelerate.
-WRAPPERS = ["accelerate", "lightning", "fabric"]
+WRAPPERS = ["accelerate", *(pytest.param(name, marks=pytest.mark.frameworks) for name in ("lightning", "fabric"))]
 
 
 def wrapped(how: str, optimizer: torch.optim.Optimizer) -> Any:
@@ -282,6 +282,7 @@ def change_through_a_wrapper(rank: int, world_size: int) -> None:
     assert not any(optimizer.state.values())
 
 
+@pytest.mark.frameworks
 def test_a_group_added_through_lightnings_wrapper_is_known_inside():
     needs("lightning")
     run_ranks(change_through_a_wrapper, 2)

@@ -283,6 +283,7 @@ HEAVYBALL_REFUSED |= dict.fromkeys(["SOAP", "KLSOAP", "KLShampoo", "SOLP"], "sta
 HEAVYBALL_REFUSED["SAMWrapper"] = "what it keeps cannot be carried .* it has 'wrapped', 'ball'"
 
 
+@pytest.mark.optimizers
 @pytest.mark.parametrize("name", HEAVYBALL)
 def test_a_count_of_elements_on_the_group_and_a_clock_with_the_first_parameter_do_not_couple_heavyball(name):
     verdict = verdict_on(getattr(pytest.importorskip("heavyball"), name))
@@ -291,18 +292,21 @@ def test_a_count_of_elements_on_the_group_and_a_clock_with_the_first_parameter_d
     assert verdict.notes == ("param_count",)
 
 
+@pytest.mark.optimizers
 @pytest.mark.parametrize("name", HEAVYBALL_REFUSED)
 def test_heavyball_is_refused_where_its_result_would_be_another_and_says_why(name):
     with pytest.raises(ValueError, match=f"^{name} cannot be sharded: .*{HEAVYBALL_REFUSED[name]}"):
         verdict_on(getattr(pytest.importorskip("heavyball"), name))
 
 
+@pytest.mark.optimizers
 def test_heavyballs_muon_is_refused_for_its_random_rounding_and_for_nothing_else():
     heavyball = pytest.importorskip("heavyball")
     assert verdict_on(heavyball.Muon, torch.float64)[:3] == (False, False, DIFFERS)  # there it rounds nothing
     assert "random" in examine(heavyball.Muon, {}, {}, torch.zeros(3), vouched=True).reason
 
 
+@pytest.mark.optimizers
 def test_heavyballs_scion_that_initializes_by_position_is_refused():
     told = "^Scion cannot be sharded: the update of one parameter depends on the others"
     with pytest.raises(ValueError, match=told):  # in float64, where it rounds nothing at random

@@ -1,0 +1,152 @@
+"""What a call leaves behind in the process of a rank: what can be put back is, the rest is told.
+
+A process with traces is not used again, so that every test starts as in a new one.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import types
+import warnings
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.nn.modules import module as nn_module
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+# In which functions and classes are compared: packages, and modules without what is in them.
+_WATCHED = ("shardstep", "torch.distributed", "torch.nn.parallel")
+_WATCHED_ALONE = ("torch", "torch.optim", "torch.autograd", "torch.multiprocessing", "os", "time", "gc", "threading")
+_WATCHED_CLASSES = (torch.Tensor, torch.nn.Module, DistributedDataParallel, Optimizer)
+_PLAIN = (bool, int, float, str, bytes, tuple, type(None))
+_PATCHABLE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
+# Nothing of these outlives a call.
+_SHORT_LIVED = (DistributedDataParallel, Optimizer, torch.nn.Module)
+
+
+class Start:
+    """How a process is before its first call."""
+
+    def __init__(self) -> None:
+        self._environment = dict(os.environ)
+        self._directory = os.getcwd()
+        self._random = np.random.get_state()
+        self._filters = list(warnings.filters)
+        self._settings = _settings()
+        self._attributes = {name: _attributes(sys.modules[name]) for name in _watched_modules()}
+
+    def restore(self) -> str:
+        """Put back what is easily put back; what is not as it was before, or an empty string."""
+        os.environ.clear()
+        os.environ.update(self._environment)
+        os.chdir(self._directory)
+        np.random.set_state(self._random)
+        warnings.filters[:] = self._filters
+        warnings._filters_mutated()  # type: ignore[attr-defined]  # what warns once, warns again
+        torch.set_num_threads(self._settings["threads"])
+        for name in _watched_modules(("shardstep",)):
+            for key, value in self._attributes.get(name, {}).items():
+                if type(value) in _PLAIN and "." not in key:
+                    setattr(sys.modules[name], key, value)
+        gc.collect()
+        return self._difference()
+
+    def _difference(self) -> str:
+        for name, value in _settings().items():
+            if value != self._settings[name]:
+                return f"{name}: {value!r}, was {self._settings[name]!r}"
+        for name, before in self._attributes.items():
+            now = _attributes(sys.modules[name])
+            changed = next((key for key in before if now.get(key) is not before[key]), None)
+            if changed is not None:
+                return f"{name}.{changed} is another"
+        if dist.is_initialized():
+            return "a process group"
+        kept = next((thing for thing in gc.get_objects() if issubclass(type(thing), _SHORT_LIVED)), None)
+        return "" if kept is None else f"a {type(kept).__qualname__}"
+
+
+def _settings() -> dict[str, Any]:
+    """What tests and libraries set for a whole process."""
+    root = logging.getLogger()
+    loggers = [root, *(logger for logger in root.manager.loggerDict.values() if isinstance(logger, logging.Logger))]
+    return {
+        "threads": torch.get_num_threads(),
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "gradients": torch.is_grad_enabled(),
+        "inference": torch.is_inference_mode_enabled(),
+        "anomalies": torch.is_anomaly_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.utils.deterministic.fill_uninitialized_memory,
+        ),
+        "precision": torch.get_float32_matmul_precision(),
+        "flush": torch.tensor(1e-310, dtype=torch.float64).mul(1.0).item(),
+        "swaps": torch.__future__.get_swap_module_params_on_conversion(),
+        "overwrites": torch.__future__.get_overwrite_module_params_on_conversion(),
+        "hooks of optimizers": (
+            list(torch_optimizer._global_optimizer_pre_hooks),
+            list(torch_optimizer._global_optimizer_post_hooks),
+        ),
+        "hooks of modules": [
+            list(value)
+            for name, value in vars(nn_module).items()
+            if name.startswith("_global_") and isinstance(value, dict)
+        ],
+        "modes": torch._C._len_torch_dispatch_stack() + torch._C._len_torch_function_stack(),
+        "compiled": sum(map(len, torch._dynamo.utils.counters.values())),
+        "accelerate": _is_accelerated(),
+        "serialization": len(torch.serialization.get_safe_globals()),
+        "handlers": [
+            (logger.name, list(logger.handlers), logger.level, logger.disabled)
+            for logger in loggers
+            if logger is root or (logger.name.startswith(_WATCHED) and (logger.handlers or logger.level))
+        ],
+        "threads of Python": [
+            thread.name for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread)
+        ],
+        "signals": [signal.getsignal(number) for number in sorted(signal.valid_signals())],
+        "collector": (gc.isenabled(), gc.get_threshold(), gc.get_debug(), list(gc.callbacks)),
+        "profiling": (sys.getprofile(), sys.gettrace()),
+        "directory": os.getcwd(),
+    }
+
+
+def _is_accelerated() -> bool:
+    """Accelerate knows the ranks of the first group that it saw."""
+    states = sys.modules.get("accelerate.state")
+    return states is not None and bool(states.PartialState._shared_state)
+
+
+def _watched_modules(roots: tuple[str, ...] = (*_WATCHED, *_WATCHED_ALONE)) -> list[str]:
+    def is_watched(name: str) -> bool:
+        return name in roots or any(name.startswith(f"{root}.") for root in roots if root not in _WATCHED_ALONE)
+
+    return [name for name, module in sys.modules.items() if module is not None and is_watched(name)]
+
+
+def _attributes(module: Any) -> dict[str, Any]:
+    """The functions and classes of a module, its constants if it is ours, and what our classes are made of."""
+    ours = module.__name__.startswith("shardstep")
+    kinds = _PATCHABLE + _PLAIN if ours else _PATCHABLE
+    found = {name: value for name, value in vars(module).items() if issubclass(type(value), kinds)}
+    for name, value in list(found.items()):
+        if isinstance(value, type) and (value in _WATCHED_CLASSES or (ours and value.__module__ == module.__name__)):
+            found |= {f"{name}.{key}": _unhooked(part) for key, part in vars(value).items() if key[:2] != "__"}
+    return found
+
+
+def _unhooked(part: Any) -> Any:
+    """Torch wraps the step of every class of optimizers when the first one is made."""
+    return part.__wrapped__ if getattr(part, "hooked", False) else part
