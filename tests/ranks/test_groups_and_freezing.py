@@ -342,7 +342,7 @@ def _traffic(rank, world_size):
             sent = traffic.total()
             name = f"{shard} {views=} {frozen=}"
             assert active * (world_size - 1) <= sent <= active * (world_size - 1) + slack, name
-            assert traffic.gathers == len(opt.engine.sharded.active_buckets), name
+            assert traffic.gathers == len(opt.engine.sharded.plan.active_buckets), name
             assert frozen != list(range(5)) or traffic.gathers == traffic.bytes == 0, name
             twins.check()
 
@@ -374,7 +374,11 @@ def _buckets(rank, world_size):
                 with Traffic() as traffic:
                     opt.step()
                 expected = (count - frozen) // 10
-                assert len(opt.engine.sharded.active_buckets) == traffic.gathers == expected, (shard, views, frozen)
+                assert len(opt.engine.sharded.plan.active_buckets) == traffic.gathers == expected, (
+                    shard,
+                    views,
+                    frozen,
+                )
                 assert traffic.messages <= expected * (world_size - 1), "one message per bucket and other rank"
 
 
