@@ -43,9 +43,9 @@ ARROWS = {
     "__init__": {"grads", "state", "optimizer", "ddp_hooks", "checkpoint"},
 }
 # Who speaks with torch.distributed.checkpoint, reads and writes its files, and its metadata (a pickle).
-DCP_USERS = ("state.shard", "checkpoint.", "tools.to_plain", "tools.from_plain")
-FILE_USERS = ("checkpoint.storage.", "checkpoint.save_job", "checkpoint.leaves", "tools.to_plain", "tools.from_plain")
-PICKLE_USERS = ("checkpoint.storage.safe_metadata", "checkpoint.save_job", "checkpoint.leaves")
+DCP_USERS = ("state.shard", "checkpoint.", "tools.to_plain")
+FILE_USERS = ("checkpoint.storage.", "checkpoint.leaves", "tools.to_plain", "tools.from_plain")
+PICKLE_USERS = ("checkpoint.storage.safe_metadata", "checkpoint.leaves")
 # Names that would let bytes from elsewhere become objects.
 FORBIDDEN = ("pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib", "eval", "exec")
 FORBIDDEN_OF_TORCH = ("load", "save", "broadcast_object", "_broadcast_object", "broadcast_object_list")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -15,7 +14,7 @@ from typing import Any
 from shardstep.checkpoint.claims import Claim
 from shardstep.checkpoint.contribution import Contribution
 from shardstep.checkpoint.leaves import LeafPlanner
-from shardstep.checkpoint.storage import dcp_calls, directories, merged_metadata
+from shardstep.checkpoint.storage import dcp_calls, directories, merged_metadata, safe_metadata
 from shardstep.checkpoint.storage import manifest as manifests
 from shardstep.checkpoint.storage.manifest import Manifest
 from shardstep.checkpoint.storage.writer import Writer, Written
@@ -137,7 +136,7 @@ class SaveJob:
         aside, parent = directories.aside_of(self._directory), self._directory.parent
         metadata, files = merged_metadata.joined(reports, self._directory)
         path = aside / manifests.METADATA_NAME
-        _write_durably(path, pickle.dumps(metadata))  # DCP's format; only the safe reader reads it back
+        _write_durably(path, safe_metadata.dumps(metadata))
         manifest = Manifest(
             directories.next_sequence(parent),
             manifests.digest_of(path),

@@ -1,7 +1,7 @@
 """Do the ranks agree? If not, an error on every rank that names the first difference.
 
-The ranks meet on the process group's key-value store, not in a collective: a rank that is elsewhere can then
-be waited for, with a timeout, and named, and a rank that failed can say so before it raises.
+The ranks compare what they state on the process group's key-value store, not in a collective: a rank that is elsewhere
+can then be waited for, with a timeout, and named, and a rank that failed can say so before it raises.
 Nothing that comes from another rank is unpickled; facts travel as JSON.
 """
 
@@ -33,8 +33,8 @@ class Difference(NamedTuple):
     values: dict[str, list[int]]  # value -> ranks
 
     def __str__(self) -> str:
-        told = " but ".join(f"{value} on {_ranks(ranks)}" for value, ranks in self.values.items())
-        return f"{self.subject}: {self.field} is {told}"
+        values = " but ".join(f"{value} on {_ranks(ranks)}" for value, ranks in self.values.items())
+        return f"{self.subject}: {self.field} is {values}"
 
 
 class RankFailed(RuntimeError):
@@ -46,13 +46,13 @@ class RankFailed(RuntimeError):
 
 
 class RankConsensus:
-    """Where the ranks of one optimizer meet. Every meeting has a number, counted alike on every rank."""
+    """Where the ranks of one optimizer compare facts. Every comparison has a number, counted alike on every rank."""
 
     def __init__(self, group: Group, kind: str = "built") -> None:
         self._group = group
-        self._meeting = 0
-        self._note = self._reason = ""  # why the next, and the current, meeting is called
-        self.someone_was_absent = False  # at the last meeting
+        self._number = 0
+        self._note = self._reason = ""  # why the next, and the current, comparison is made
+        self.someone_was_absent = False  # at the last comparison
         self._kind = kind
 
     def settle(self) -> None:
@@ -61,9 +61,9 @@ class RankConsensus:
 
     @cached_property
     def _instance(self) -> str:
-        """The k-th optimizer that comes to meet on this group meets the k-th of the other ranks.
+        """The k-th optimizer that compares on this group compares with the k-th of the other ranks.
 
-        Copies are counted apart, and from their first meeting on: one may be made on one rank only, to look at.
+        Copies are counted apart, and from their first comparison on: one may be made on one rank only, to look at.
         """
         return f"{self._kind}{self._group.store.add(f'shardstep/{self._kind}/{self._group.rank}', 1)}"
 
@@ -83,10 +83,10 @@ class RankConsensus:
         self.someone_was_absent = "absent" in verdict
         if "failed" in verdict:
             rank, their_call, text, kind = verdict["failed"]
-            raise RankFailed(self._told_of_failure(call, rank, their_call, text), kind)
+            raise RankFailed(self._failure_text(call, rank, their_call, text), kind)
         if "absent" in verdict:
-            raise RuntimeError(self._told_of_absence(call, verdict["absent"]))
-        self._forget(self._meeting - 1)
+            raise RuntimeError(self._absence_text(call, verdict["absent"]))
+        self._forget(self._number - 1)
         if verdict["digests"]:
             raise RuntimeError(
                 f"{call} expects the same on every rank, but {self._first_difference(facts, digest, verdict)}. "
@@ -97,7 +97,7 @@ class RankConsensus:
         """``agree``, and rank 0 hears everybody's ``text``, by rank; the others get nothing."""
         if self._group.world_size == 1:
             return [text]
-        store, prefix = self._group.store, self._prefix(self._meeting + 1)
+        store, prefix = self._group.store, self._prefix(self._number + 1)
         store.set(f"{prefix}/text/{self._group.rank}", text)
         try:
             self.check_equal(call, facts)
@@ -134,7 +134,7 @@ class RankConsensus:
             stuck = f"shardstep/{self._instance}/stuck/{rank}"
             if rank != self._group.rank and store.check([stuck]):
                 found.append(f"rank {rank} was in {store.get(stuck).decode()}")
-            key = f"{self._prefix(self._meeting + 1)}/entered/{rank}"
+            key = f"{self._prefix(self._number + 1)}/entered/{rank}"
             if rank != self._group.rank and store.check([key]):
                 entry = json.loads(store.get(key))
                 what = f"waits in {entry['call']}"
@@ -187,10 +187,10 @@ class RankConsensus:
             raise
 
     def note(self, text: str) -> None:
-        """Say why this rank calls the next meeting, for messages here and on other ranks."""
+        """Say why this rank makes the next comparison, for messages here and on other ranks."""
         self._note = text
 
-    def _told_of_failure(self, call: str, rank: int, their_call: str, error: str) -> str:
+    def _failure_text(self, call: str, rank: int, their_call: str, error: str) -> str:
         if their_call == call:
             return f"{call} failed on rank {rank}, so it is undone on every rank: {error}"
         why = f" ({self._reason})" if self._reason else ""
@@ -199,7 +199,7 @@ class RankConsensus:
             f"{their_call}, which failed there: {error}"
         )
 
-    def _told_of_absence(self, call: str, absent: Sequence[int]) -> str:
+    def _absence_text(self, call: str, absent: Sequence[int]) -> str:
         why = f" ({self._reason})" if self._reason else ""
         return (
             f"{call}{why} expects a call on every rank of the group, but {_ranks(absent)} did not call it within "
@@ -207,14 +207,14 @@ class RankConsensus:
             "order."
         )
 
-    def _prefix(self, meeting: int) -> str:
-        return f"shardstep/{self._instance}/{meeting}"
+    def _prefix(self, number: int) -> str:
+        return f"shardstep/{self._instance}/{number}"
 
     def _key(self, name: str) -> str:
-        return f"{self._prefix(self._meeting)}/{name}"
+        return f"{self._prefix(self._number)}/{name}"
 
     def _enter(self, call: str, entry: dict[str, str]) -> None:
-        self._meeting += 1
+        self._number += 1
         self._reason, self._note = self._note, ""
         entry = {"call": call, "note": self._reason, **entry}
         store, size = self._group.store, self._group.world_size
@@ -251,9 +251,9 @@ class RankConsensus:
             return self._group.store.check([self._key(name)])
         return True
 
-    def _forget(self, meeting: int) -> None:
-        """Delete what a meeting left in the store. Everybody has entered the next one, so nobody reads it any more."""
-        store, prefix = self._group.store, self._prefix(meeting)
+    def _forget(self, number: int) -> None:
+        """Delete what a comparison left in the store. Everybody has entered the next one, so nobody reads it any more."""
+        store, prefix = self._group.store, self._prefix(number)
         store.delete_key(f"{prefix}/entered/{self._group.rank}")
         if self._group.rank == 0:
             store.delete_key(f"{prefix}/count")

@@ -1,4 +1,4 @@
-"""Read DCP's ``.metadata`` without running what is in it.
+"""DCP's ``.metadata``: read it without running what is in it.
 
 The file is a pickle. This reader gives it nothing to call: every class that DCP's metadata consists of is a stand-in,
 made for this one reading, that keeps what it is given; anything else is refused. What was kept is then turned into
@@ -126,6 +126,11 @@ def _turn(value: Any, known: dict[int, Any]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_turned(item, known) for item in value)
     raise pickle.UnpicklingError(f"a {type(value).__name__} is nothing that a checkpoint's metadata consists of")
+
+
+def dumps(found: metadata.Metadata) -> bytes:
+    """The metadata in DCP's format, a pickle, which only ``loads`` reads back here."""
+    return pickle.dumps(found)
 
 
 def loads(data: bytes, path: Any) -> Any:
