@@ -252,7 +252,7 @@ class RankConsensus:
         return True
 
     def _forget(self, number: int) -> None:
-        """Delete what a comparison left in the store. Everybody has entered the next one, so nobody reads it any more."""
+        """Delete what a comparison left in the store. Everybody is in the next one, so nobody reads it any more."""
         store, prefix = self._group.store, self._prefix(number)
         store.delete_key(f"{prefix}/entered/{self._group.rank}")
         if self._group.rank == 0:
