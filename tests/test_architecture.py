@@ -314,3 +314,9 @@ def test_examples_and_benchmarks_use_only_the_public_names(path):
 
 def test_the_example_of_the_main_job_is_among_those_checked():
     assert ROOT / "examples" / "train_gpt.py" in USERS
+
+
+def test_the_design_names_every_module():
+    text = (ROOT / "docs" / "design.md").read_text()
+    tree = text[text.index("## Package layout") :]
+    assert [path.name for path in FILES if path.name != "__init__.py" and f" {path.name} " not in tree] == []
