@@ -64,6 +64,8 @@ class DdpBucketGradients(ParameterGradients):
 
     def called(self) -> None:
         """DDP has called the hook. Only now: one that was never registered must not stop ``step``."""
+        if self._hook is HookState.NONE:
+            raise AssertionError("a hook that was not made cannot be called")
         self._hook = HookState.CALLED
 
     def begin(self) -> None:

@@ -1,0 +1,87 @@
+"""The states of steps, iterations and hooks: what may follow what, and that anything else is an error."""
+
+from __future__ import annotations
+
+import pytest
+
+from shardstep.grads.iteration import Iteration, IterationState, Round
+from shardstep.params.progress import Progress
+
+
+def test_a_step_that_ended_leaves_no_failure():
+    progress = Progress()
+    progress.begin()
+    assert progress.failure == "it did not end"
+    progress.end()
+    assert progress.failure == ""
+
+
+def test_a_step_may_follow_one_that_did_not_end_but_none_follows_a_failed_gather():
+    progress = Progress()
+    progress.begin()
+    progress.begin()
+    progress.break_off("gone")
+    assert (progress.is_broken, progress.failure) == (True, "gone")
+    with pytest.raises(AssertionError, match="BROKEN"):
+        progress.begin()
+
+
+def test_a_step_that_was_not_begun_cannot_end():
+    with pytest.raises(AssertionError, match="READY"):
+        Progress().end()
+
+
+def test_what_is_collected_is_stale_after_every_change():
+    progress = Progress()
+    before = progress.version
+    progress.changed(has_state=False)
+    assert progress.version != before
+    assert not progress.has_state
+
+
+def test_an_iteration_stalls_and_goes_on():
+    iteration = Iteration(3)
+    iteration.become(IterationState.REDUCING)
+    iteration.become(IterationState.STALLED)
+    iteration.become(IterationState.REDUCING)
+    iteration.become(IterationState.COLLECTING)
+    assert not iteration.is_over
+
+
+def test_an_iteration_that_is_lost_or_aborted_stays_so():
+    lost, aborted = Iteration(1), Iteration(2)
+    lost.arrived[0] = None  # type: ignore[assignment]
+    lost.lose()
+    aborted.abort()
+    for iteration, state in ((lost, IterationState.LOST), (aborted, IterationState.ABORTED)):
+        iteration.become(IterationState.REDUCING)
+        assert (iteration.state, iteration.is_over) == (state, True)
+    assert not lost.arrived
+
+
+def test_an_iteration_cannot_be_told_to_be_over_but_by_name():
+    with pytest.raises(AssertionError, match="cannot become"):
+        Iteration(0).become(IterationState.LOST)
+
+
+def test_an_iteration_is_open_while_its_round_has_buckets_to_send():
+    iteration = Iteration(0)
+    iteration.round = Round(sequence=[1, 0], waiting=[1, 1], divisor=2)
+    assert not iteration.is_open  # nobody has begun it
+    iteration.become(IterationState.REDUCING)
+    assert iteration.is_open
+    for position in (1, 0):
+        assert iteration.round.next == position
+        assert not iteration.round.has_sent(position)
+        iteration.round.mark_sent()
+        assert iteration.round.has_sent(position)
+    assert not iteration.is_open
+
+
+def test_the_next_iteration_takes_along_what_was_not_sent():
+    iteration = Iteration(4, after_abort=True)
+    iteration.arrived[7] = None  # type: ignore[assignment]
+    iteration.fresh.add(7)
+    following = iteration.continued()
+    assert (following.number, set(following.arrived), following.fresh) == (5, {7}, {7})
+    assert not following.after_abort
