@@ -130,7 +130,8 @@ class GradientReducer:
 
     def make_room(self, position: int, patience: float | None) -> bool:
         """Bring in what must be before this bucket can be sent. False if that did not come in time."""
-        while self._is_full or self._has_under_way(position):
+        # (A ring that is full without anything in flight says so when a slot is taken.)
+        while (self._in_flight or self.iteration.resend) and (self._is_full or self._has_under_way(position)):
             if not self._bring_in_one(patience):
                 return False
         return True

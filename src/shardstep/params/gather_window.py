@@ -35,7 +35,8 @@ class GatherWindow:
         gather = self._sharded.plan.gathers[position]
         if gather is None:
             return
-        while len(self._in_flight) >= MAX_IN_FLIGHT or gather.must_wait:
+        # (A ring that a failed step left full says so when a slot is taken.)
+        while self._in_flight and (len(self._in_flight) >= MAX_IN_FLIGHT or gather.must_wait):
             self.finish_oldest()
         with record_function("shardstep::gather"):
             self._progress.gathers_started += 1
