@@ -167,17 +167,18 @@ def _work(pipe: Connection) -> None:
             call = pipe.recv_bytes()
         except EOFError:
             return
-        if not _answer(pipe, call):
+        if not _answer(pipe, call, start):
             return
         pipe.send(start.restore())
 
 
-def _answer(pipe: Connection, call: bytes) -> bool:
+def _answer(pipe: Connection, call: bytes, start: Start) -> bool:
     """Make one call and send its outcome; whether it succeeded."""
     torch.manual_seed(0)
     random.seed()
     try:
         function, rank, world_size, port, pg_timeout, args, kwargs = pickle.loads(call)
+        start.watch_tests()
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=pg_timeout)
