@@ -185,7 +185,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_save_leaves_a_complete_checkpo
         outcome.mkdir(parents=True)
         arguments = (tmp_path / "", name, victim, delay, oracle.weights, outcome)
         with pytest.raises(AssertionError, match=f"rank {victim} of {RANKS} failed first:\ndied with exit code -9"):
-            run_ranks(saved_and_killed, RANKS, *arguments, timeout=60)
+            run_ranks(saved_and_killed, RANKS, *arguments, timeout=60, fresh=True)
         told = {}
         for rank in set(range(RANKS)) - {victim}:
             told[rank], took = json.loads((outcome / f"{rank}.json").read_text())
