@@ -2,7 +2,8 @@
 
 A test that is written for several numbers of ranks runs at 1 and 3 by default: three is where halves, pairs and
 powers of two stop hiding mistakes. At 2, 4 or 5 ranks the same test is marked ``again``, and so is one through shared
-memory that also runs through sockets; ``make test-all`` takes those, too. What needs packages that
+memory that also runs through sockets; of a test with three or more parameters those that are left over when every pair
+of values has met (``tests.pairs``). ``make test-all`` takes all of them. What needs packages that
 are not in the environment of ``make test`` is not in it even if they are installed: the sweep over every optimizer
 class and all of heavyball (``optimizers``, ``make test-optimizers``), Lightning and transformers (``frameworks``,
 ``make test-frameworks``).
@@ -15,15 +16,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.pairs import covering
+
 # Tests run in parallel already, and results do not depend on how threads cut a tensor.
 torch.set_num_threads(1)
 
 WORLDS = ("world", "world_size")
 TRANSPORTS = ("transport", "way")
+LEFT_OUT = ("again", "optimizers", "frameworks")  # of make test
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "again: the same test at another number of ranks, or through shared memory")
+    config.addinivalue_line("markers", "again: other parameters of a test whose pairs all ran: make test-all")
     config.addinivalue_line("markers", "optimizers: every optimizer class of other packages: make test-optimizers")
     config.addinivalue_line("markers", "frameworks: what needs Lightning or transformers: make test-frameworks")
 
@@ -42,6 +46,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for item in items:
             value = _value(item, names)
             if chosen in variants[_without(item, names)] and value not in (chosen, None, *also):
+                item.add_marker("again")
+    _leave_pairs(items)
+
+
+def _leave_pairs(items: list[pytest.Item]) -> None:
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if len(_params(item)) >= 3 and not any(item.get_closest_marker(name) for name in LEFT_OUT):
+            tests.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for variants in tests.values():
+        rows = [{name: repr(value) for name, value in _params(item).items()} for item in variants]
+        chosen = set(covering(rows))
+        for position, item in enumerate(variants):
+            if position not in chosen:
                 item.add_marker("again")
 
 

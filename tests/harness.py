@@ -77,14 +77,15 @@ def run_ranks(
     Args:
         timeout: seconds for all of it; ranks that still run are killed.
         pg_timeout: of the process group.
-        fresh: in processes that nobody used before and nobody uses afterwards.
+        fresh: in processes that nobody used before and nobody uses afterwards: a rank that is done, or gone, leaves
+            the group by ending, so that the others notice at once.
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [_start() if fresh or not _idle else _idle.pop() for _ in range(world_size)]
     again = False
     try:
         for rank, process in enumerate(processes):
-            _tell(process, (function, rank, world_size, store.port, pg_timeout, args, kwargs))
+            _tell(process, fresh, (function, rank, world_size, store.port, pg_timeout, args, kwargs))
         outcomes = _await(processes, timeout)
         again = not fresh and all(kind == "ok" for kind, _, _ in outcomes)
     finally:
@@ -119,7 +120,8 @@ def _start() -> _Process:
     return _Process(process, ours)
 
 
-def _tell(process: _Process, call: tuple) -> None:
+def _tell(process: _Process, last: bool, call: tuple) -> None:
+    process.pipe.send(last)
     process.pipe.send_bytes(ForkingPickler.dumps(call))
 
 
@@ -164,20 +166,21 @@ def _work(pipe: Connection) -> None:
     start = Start()
     while True:
         try:
-            call = pipe.recv_bytes()
+            last, call = pipe.recv(), pipe.recv_bytes()
         except EOFError:
             return
-        if not _answer(pipe, call):
+        if not _answer(pipe, call, start) or last:
             return
         pipe.send(start.restore())
 
 
-def _answer(pipe: Connection, call: bytes) -> bool:
+def _answer(pipe: Connection, call: bytes, start: Start) -> bool:
     """Make one call and send its outcome; whether it succeeded."""
     torch.manual_seed(0)
     random.seed()
     try:
         function, rank, world_size, port, pg_timeout, args, kwargs = pickle.loads(call)
+        start.watch_tests()
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=pg_timeout)

@@ -25,6 +25,12 @@ from tests.harness import run_ranks
 kept: list[Any] = []  # in the process of a rank
 
 
+class Armed:
+    """As tests arm an optimizer of their own, to fail later."""
+
+    count = 0
+
+
 def pid(rank: int, world: int) -> int:
     return os.getpid()
 
@@ -54,6 +60,7 @@ def sets_what_is_put_back(rank: int, world: int) -> int:
     random.seed(12345)
     warnings.simplefilter("error")
     scheduler.PATIENCE = 0.01
+    Armed.count += 1
     dist.new_group([0])
     dist.all_reduce(torch.ones(1))
     return os.getpid()
@@ -71,6 +78,7 @@ def what_there_is(rank: int, world: int) -> tuple:
         np.random.rand(3).tolist(),
         list(map(str, warnings.filters)),
         scheduler.PATIENCE,
+        Armed.count,
         dist.get_world_size(),
         dist.group.WORLD.group_name,
         len(told),
@@ -137,7 +145,11 @@ def patched_method_of_ours() -> None:
 
 
 def kept_optimizer() -> None:
-    kept.append(SGD([torch.nn.Parameter(torch.ones(1))]))
+    torch.kept = SGD([torch.nn.Parameter(torch.ones(1))])  # type: ignore[attr-defined]
+
+
+def list_of_a_test() -> None:
+    kept.append(1)
 
 
 def compiled() -> None:
@@ -158,6 +170,7 @@ TRACES = (
     patched_function_of_torch,
     patched_method_of_ours,
     kept_optimizer,
+    list_of_a_test,
     compiled,
 )
 

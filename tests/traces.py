@@ -23,11 +23,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+# Whose constants are put back, in modules and classes.
+_OURS = ("shardstep", "tests")
 # In which functions and classes are compared: packages, and modules without what is in them.
 _WATCHED = ("shardstep", "torch.distributed", "torch.nn.parallel")
 _WATCHED_ALONE = ("torch", "torch.optim", "torch.autograd", "torch.multiprocessing", "os", "time", "gc", "threading")
 _WATCHED_CLASSES = (torch.Tensor, torch.nn.Module, DistributedDataParallel, Optimizer)
 _PLAIN = (bool, int, float, str, bytes, tuple, type(None))
+_CONTAINERS = (list, dict, set)
 _PATCHABLE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodType)
 # Nothing of these outlives a call.
 _SHORT_LIVED = (DistributedDataParallel, Optimizer, torch.nn.Module)
@@ -44,6 +47,12 @@ class Start:
         self._settings = _settings()
         self._attributes = {name: _attributes(sys.modules[name]) for name in _watched_modules()}
 
+    def watch_tests(self) -> None:
+        """A module of tests was imported, and nothing in it was called yet."""
+        for name in _watched_modules(("tests",)):
+            if name not in self._attributes:
+                self._attributes[name] = _attributes(sys.modules[name])
+
     def restore(self) -> str:
         """Put back what is easily put back; what is not as it was before, or an empty string."""
         os.environ.clear()
@@ -53,10 +62,10 @@ class Start:
         warnings.filters[:] = self._filters
         warnings._filters_mutated()  # type: ignore[attr-defined]  # what warns once, warns again
         torch.set_num_threads(self._settings["threads"])
-        for name in _watched_modules(("shardstep",)):
+        for name in _watched_modules(_OURS):
             for key, value in self._attributes.get(name, {}).items():
-                if type(value) in _PLAIN and "." not in key:
-                    setattr(sys.modules[name], key, value)
+                if type(value) in _PLAIN:
+                    _put_back(sys.modules[name], key, value)
         gc.collect()
         return self._difference()
 
@@ -66,7 +75,7 @@ class Start:
                 return f"{name}: {value!r}, was {self._settings[name]!r}"
         for name, before in self._attributes.items():
             now = _attributes(sys.modules[name])
-            changed = next((key for key in before if now.get(key) is not before[key]), None)
+            changed = next((key for key in before if not _is_same(now.get(key), before[key])), None)
             if changed is not None:
                 return f"{name}.{changed} is another"
         if dist.is_initialized():
@@ -137,14 +146,28 @@ def _watched_modules(roots: tuple[str, ...] = (*_WATCHED, *_WATCHED_ALONE)) -> l
 
 
 def _attributes(module: Any) -> dict[str, Any]:
-    """The functions and classes of a module, its constants if it is ours, and what our classes are made of."""
-    ours = module.__name__.startswith("shardstep")
-    kinds = _PATCHABLE + _PLAIN if ours else _PATCHABLE
-    found = {name: value for name, value in vars(module).items() if issubclass(type(value), kinds)}
+    """The functions and classes of a module; if it is ours, also its constants and what its classes are made of."""
+    ours = module.__name__.partition(".")[0] in _OURS
+    kinds = _PATCHABLE + _PLAIN + _CONTAINERS if ours else _PATCHABLE
+    found = {name: value for name, value in vars(module).items() if name[:2] != "__" and issubclass(type(value), kinds)}
     for name, value in list(found.items()):
         if isinstance(value, type) and (value in _WATCHED_CLASSES or (ours and value.__module__ == module.__name__)):
             found |= {f"{name}.{key}": _unhooked(part) for key, part in vars(value).items() if key[:2] != "__"}
+    if module.__name__.startswith("tests"):  # a list that grows is the same list
+        found |= {f"len({name})": len(value) for name, value in found.items() if type(value) in _CONTAINERS}
     return found
+
+
+def _put_back(module: Any, key: str, value: Any) -> None:
+    owner, _, name = key.rpartition(".")
+    if not key.startswith("len("):
+        owner = getattr(module, owner) if owner else module
+        if not _is_same(vars(owner).get(name), value):
+            setattr(owner, name, value)
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    return now is before or (type(before) in _PLAIN and type(now) is type(before) and now == before)
 
 
 def _unhooked(part: Any) -> Any:

@@ -462,7 +462,7 @@ def test_a_program_that_ends_right_after_the_call(tmp_path: Path, capfd: pytest.
     for trial in range(2):
         parent = tmp_path / str(trial)
         parent.mkdir()
-        run_ranks(leave, 2, parent, timeout=30, pg_timeout=5)
+        run_ranks(leave, 2, parent, timeout=30, pg_timeout=5, fresh=True)
         told = capfd.readouterr().err
         if (parent / "c").exists():
             assert_holds(parent / "c", LARGE, 2)
@@ -491,7 +491,7 @@ def leave_and_wait(rank: int, world: int, parent: Path) -> str:
 
 
 def test_a_group_that_is_left_while_the_save_goes_on(tmp_path: Path) -> None:
-    told = run_ranks(leave_and_wait, 2, tmp_path, pg_timeout=5)
+    told = run_ranks(leave_and_wait, 2, tmp_path, pg_timeout=5, fresh=True)
     if (tmp_path / "c").exists():
         assert told == ["saved", "saved"]
         assert_holds(tmp_path / "c", LARGE, 1)

@@ -218,7 +218,7 @@ def one_rank_leaves(rank: int, world: int, hook: str, folder: str, how: str) -> 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_rank_that_is_gone_makes_the_others_raise_at_once(hook, how, tmp_path):
     with pytest.raises(AssertionError, match="broken on purpose" if "exits" in how else "died with exit code -9"):
-        run_ranks(one_rank_leaves, 4, hook, str(tmp_path), how, timeout=40, pg_timeout=30)
+        run_ranks(one_rank_leaves, 4, hook, str(tmp_path), how, timeout=40, pg_timeout=30, fresh=True)
     survivors = {path.name: path.read_text().split(maxsplit=2) for path in tmp_path.iterdir()}
     assert survivors.keys() == {"0", "2", "3"}
     for seconds, kind, text in survivors.values():

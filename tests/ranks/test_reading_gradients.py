@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
 from tests.oracle import error_of
 
-PATIENCE = 3.0  # seconds of the process group
+PATIENCE = 1.0  # seconds of the process group, where a test has to wait for it
 
 
 def trained() -> tuple[torch.nn.Module, ZeroRedundancyOptimizer]:
@@ -63,10 +65,12 @@ READS: dict[Callable, str] = {
 
 def look(rank: int, world_size: int, read: Callable, alone: list[int]) -> str:
     model, optimizer = trained()
-    if rank not in alone:
-        time.sleep(PATIENCE + 4)  # busy with something else: an evaluation, a log
+    store = dist.distributed_c10d._get_default_store()
+    if rank not in alone:  # busy with something else, an evaluation or a log, until the others were told
+        store.wait([f"told/{other}" for other in alone], timedelta(seconds=40))
         return ""
     error = error_of(lambda: read(model, optimizer), "a rank that looks alone")
+    store.set(f"told/{rank}", "")
     assert isinstance(error, RuntimeError)
     return str(error)
 

@@ -120,7 +120,7 @@ def _killed(rank, world_size):
 
 
 def test_a_rank_that_leaves_makes_the_others_raise():
-    assert run_ranks(_killed, 3, pg_timeout=5) == ["told", "left", "told"]
+    assert run_ranks(_killed, 3, pg_timeout=5, fresh=True) == ["told", "left", "told"]
 
 
 def _reduce_with_many_in_flight(rank, world_size, transport):
