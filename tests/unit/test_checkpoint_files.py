@@ -589,7 +589,7 @@ def test_every_reader_refuses_malicious_metadata_under_python_O(tmp_path: Path) 
     code = """
 import sys
 from pathlib import Path
-from shardstep import cli
+from shardstep.tools import cli
 from tests.unit.test_checkpoint_files import CheckpointError, loaded
 if __debug__:
     sys.exit("asserts are on")
