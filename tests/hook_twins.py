@@ -155,7 +155,7 @@ class Side(NamedTuple):
         return values_of(self.ddp.module.parameters())
 
 
-class OverlapTwins:
+class HookTwins:
     """``ours`` steps in DDP's hook, ``theirs`` is DDP with the inner hook alone and the plain optimizer.
 
     Args:
