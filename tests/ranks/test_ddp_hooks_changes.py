@@ -48,9 +48,7 @@ def load_before_the_first_iteration(rank: int, world: int, hook: str) -> None:
         first = HookTwins(optimizer_class, hook=hook, **options)
         first.iterate(3)
         saved, weights = everywhere(first.zero, to=world - 1), first.ours.ddp.module.state_dict()
-        resumed = HookTwins(
-            optimizer_class, hook=hook, zero={"shard": "tensor", "bucket_cap_mb": SMALL_CAP}, **options
-        )
+        resumed = HookTwins(optimizer_class, hook=hook, zero={"shard": "tensor", "bucket_cap_mb": SMALL_CAP}, **options)
         for side in (resumed.theirs, resumed.ours):
             side.ddp.module.load_state_dict(weights)
             side.optimizer.load_state_dict(saved)

@@ -1,4 +1,7 @@
-"""The DDP hooks with all kinds of optimizers, models, inner hooks and groups of ranks. Oracle: see test_ddp_hooks.py."""
+"""The DDP hooks with all kinds of optimizers, models, inner hooks and groups of ranks.
+
+Oracle: see test_ddp_hooks.py.
+"""
 
 from __future__ import annotations
 
@@ -306,9 +309,7 @@ INNER = {
 
 def inner_hooks(rank: int, world: int, hook: str) -> None:
     for (name, inner), grad_view in itertools.product(INNER.items(), BOTH):
-        twins = HookTwins(
-            AdamW, hook=hook, inner=inner, ddp={"gradient_as_bucket_view": grad_view}, name=name, **DECAY
-        )
+        twins = HookTwins(AdamW, hook=hook, inner=inner, ddp={"gradient_as_bucket_view": grad_view}, name=name, **DECAY)
         twins.iterate(4)
         twins.check()
     # Iterations 1 and 2 reduce in full, 3 and later send two thin matrices per bucket. (With several buckets under way
