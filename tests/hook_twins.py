@@ -6,7 +6,6 @@ iteration.
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -111,11 +110,6 @@ def two_groups(module: nn.Module) -> list[dict[str, Any]]:
         {"params": [param for param in params if param.dim() > 1]},
         {"params": [param for param in params if param.dim() <= 1], "lr": 0.07},
     ]
-
-
-def choose(transport: str) -> None:
-    if transport == "sockets":
-        os.environ["SHARDSTEP_SHARED_MEMORY"] = "0"
 
 
 def batch_of(rank: int, iteration: int, micro: int = 0, width: int = WIDTH) -> Tensor:

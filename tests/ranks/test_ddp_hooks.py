@@ -33,11 +33,11 @@ from tests.hook_twins import (
     Tangled,
     all_params,
     batch_of,
-    choose,
     delayed,
     two_groups,
 )
 from tests.oracle import assert_same, values_of
+from tests.surroundings import choose
 
 
 def halve_every_second(optimizer: Any) -> StepLR:
