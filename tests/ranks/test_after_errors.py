@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import weakref
 
 import pytest
@@ -14,13 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step
 from tests.harness import run_ranks
+from tests.surroundings import choose
 from tests.twins import Twins, parameters, values
 
 TRANSPORTS = ["shared memory", "sockets"]
-
-
-def choose(transport: str) -> None:
-    os.environ["SHARDSTEP_SHARED_MEMORY"] = "1" if transport == "shared memory" else "0"
 
 
 class FailsOnce(torch.optim.SGD):

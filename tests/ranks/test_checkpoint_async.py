@@ -6,11 +6,8 @@ Oracle: the plain optimizer on the same gradients, stopped at the step of the ca
 from __future__ import annotations
 
 import os
-import resource
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +20,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from shardstep import ZeroRedundancyOptimizer, checkpoint
 from tests.harness import run_ranks
 from tests.oracle import assert_same
+from tests.surroundings import full_disk
 from tests.twins import values
 
 SMALL = [(96, 130), (41, 200), (7, 5), (3,), ()]
@@ -302,18 +300,6 @@ def test_optimizers_that_have_nothing_to_save_on_some_ranks(tmp_path: Path) -> N
 
 
 # --- errors -------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def full_disk(here: bool) -> Iterator[None]:
-    """On this rank no file grows beyond 20 kB: a write fails in its middle, as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if here:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def fail_in_the_background(rank: int, world: int, parent: Path, culprit: int) -> None:

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import random
-import resource
 import shutil
 import signal
 import time
@@ -31,6 +30,7 @@ from shardstep.checkpoint import CheckpointError
 from shardstep.checkpoint.storage import manifest as manifests
 from tests.harness import run_ranks
 from tests.oracle import assert_same
+from tests.surroundings import full_disk
 from tests.twins import values
 
 RANKS = 3
@@ -496,18 +496,6 @@ def test_what_fits_only_the_other_ranks_is_not_taken_for_damage(two: Path, tmp_p
 
 class Callback:
     """Cannot be loaded without running code."""
-
-
-@contextmanager
-def full_disk(here: bool) -> Iterator[None]:
-    """On this rank no file grows beyond 20 kB: the write fails in its middle, as on a full disk."""
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    if here:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def error_of_save(path: Path, optimizer: Any, model: nn.Module, extra: Any, asynchronous: bool) -> str:

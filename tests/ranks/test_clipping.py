@@ -8,7 +8,6 @@ that a lost piece, a wrong divisor or a missing clip would cause. Between ranks 
 from __future__ import annotations
 
 import math
-import os
 from typing import Any
 
 import pytest
@@ -23,6 +22,7 @@ from torch.optim import SGD, AdamW
 from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 from tests.harness import run_ranks
 from tests.oracle import error_of, values_of
+from tests.surroundings import choose
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
 ORDERS = [1, 2, 3, math.inf, 2.0, "inf", 0.5]
@@ -114,8 +114,7 @@ class Beside:
 
 
 def clips_in_training(rank: int, world: int, transport: str) -> None:
-    if transport == "sockets":
-        os.environ["SHARDSTEP_SHARED_MEMORY"] = "0"
+    choose(transport)
     inputs = batches(rank, len(ORDERS))
     for options in (
         {"shard": "element"},
@@ -259,8 +258,7 @@ class OneNumber(OneLayer):
 
 
 def empty_shares(rank: int, world: int, transport: str) -> int:
-    if transport == "sockets":
-        os.environ["SHARDSTEP_SHARED_MEMORY"] = "0"
+    choose(transport)
     empty = 0
     for make in (OneLayer, OneNumber):
         for shard in ("element", "tensor"):
@@ -412,8 +410,7 @@ def test_a_norm_that_is_not_finite_raises_on_every_rank_or_on_none():
 
 
 def torchs_own_function(rank: int, world: int, transport: str) -> None:
-    if transport == "sockets":
-        os.environ["SHARDSTEP_SHARED_MEMORY"] = "0"
+    choose(transport)
     both = Beside(SGD, lr=0.05, momentum=0.9)
     for batch, order in zip(batches(rank, 5), (1, 2, 3, math.inf, 2), strict=True):
         both.zero_grad()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import threading
 import time
 from typing import Any
@@ -16,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.params.lazy_gather import InFlightParameter
 from tests.harness import run_ranks
+from tests.surroundings import choose
 from tests.twins import parameters
 
 
@@ -98,7 +98,7 @@ def test_a_compiled_model_computes_with_what_arrived():
 
 def touched_by_threads(rank: int, world: int, way: str, shard: str) -> None:
     """Rank 1 is late with its step. On rank 0 one thread waits for a gather when others touch the same parameters."""
-    os.environ["SHARDSTEP_SHARED_MEMORY"] = "1" if way == "shared memory" else "0"
+    choose(way)
     shapes = [(40, 50)] * 6
     params, theirs = parameters(shapes), parameters(shapes)
     options = {"bucket_cap_mb": 40 * 50 * 8 * 2 / 2**20, "shard": shard, "lazy_gather": True}

@@ -9,7 +9,6 @@ thousand last bits); a run in bfloat16 autocast with float32 weights has its own
 from __future__ import annotations
 
 import math
-import os
 from itertools import pairwise
 from typing import Any
 
@@ -25,6 +24,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
+from tests.surroundings import choose
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
 SCALE = 2.0**10
@@ -125,8 +125,7 @@ STEPS = 10
 
 
 def one_share_sees_it(rank: int, world: int, transport: str) -> None:
-    if transport == "sockets":
-        os.environ["SHARDSTEP_SHARED_MEMORY"] = "0"
+    choose(transport)
     last = world - 1
     for source, owner, value, shard in (
         (0, 1, math.inf, "element"),
@@ -232,8 +231,7 @@ class FewParameters(nn.Module):
 
 
 def few_parameters(rank: int, world: int, transport: str) -> int:
-    if transport == "sockets":
-        os.environ["SHARDSTEP_SHARED_MEMORY"] = "0"
+    choose(transport)
     for index in (0, 1):  # the float64 parameter, the float32 one
         both = Beside(SGD, make=FewParameters, ours={"shard": "tensor"}, lr=0.05, momentum=0.9)
         if rank == 2:

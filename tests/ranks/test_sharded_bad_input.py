@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +22,7 @@ from torch.optim import SGD, AdamW
 from shardstep import ShardedGradient, ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
 from tests.harness import run_ranks
 from tests.oracle import error_of
+from tests.surroundings import choose
 
 HOOKS = (hook_with_zero_step, hook_with_zero_step_interleaved)
 
@@ -216,8 +216,7 @@ class Words(nn.Module):
 
 
 def sparse_gradients(rank: int, world: int, transport: str) -> None:
-    if transport == "sockets":
-        os.environ["SHARDSTEP_SHARED_MEMORY"] = "0"
+    choose(transport)
     ids = torch.tensor([1, 3, 3])
     words = ("parse", "shard_gradients", "rop ", "table.weight")
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -32,6 +31,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
 from tests.oracle import error_of
+from tests.surroundings import choose
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
 UNEVEN = {1: [3], 2: [2, 5], 3: [4, 0, 6], 4: [5, 8, 6, 7]}
@@ -139,8 +139,7 @@ def last_of(counts: list[int]) -> int:
 
 
 def uneven_inputs(rank: int, world: int, transport: str) -> None:
-    if transport == "sockets":
-        os.environ["SHARDSTEP_SHARED_MEMORY"] = "0"
+    choose(transport)
     counts = UNEVEN[world]
     for number, ours in enumerate(SETTINGS):
         for divides in (True, False):
@@ -612,8 +611,7 @@ def assert_same_buffers(model: nn.Module, ddp: Any, where: str) -> None:
 
 
 def buffers(rank: int, world: int, transport: str) -> None:
-    if transport == "sockets":
-        os.environ["SHARDSTEP_SHARED_MEMORY"] = "0"
+    choose(transport)
     both = Beside(SGD, make=Normed, lr=0.3)
     pointers = [buffer.data_ptr() for buffer in both.model.buffers()]
     for number, batch in enumerate(batches(rank, 4)):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
+from tests.surroundings import choose
 from tests.twins import Twins, parameters
 
 # Small, cut, larger than a message is packed for (64 KiB), and one larger than a bucket.
@@ -25,8 +26,7 @@ def uses_shared_memory(optimizer: ZeroRedundancyOptimizer) -> bool:
 
 
 def _train(rank, world_size, transport):
-    if transport == "sockets":
-        os.environ["SHARDSTEP_SHARED_MEMORY"] = "0"
+    choose(transport)
     delays = random.Random(rank)
     for shard in ("element", "tensor"):
         for views in (False, True):
@@ -125,7 +125,7 @@ def test_a_rank_that_leaves_makes_the_others_raise():
 
 def _reduce_with_many_in_flight(rank, world_size, transport):
     """Eight buckets, then two more. Oracle: the plain optimizer with the mean of all ranks' gradients."""
-    os.environ["SHARDSTEP_SHARED_MEMORY"] = "1" if transport == "shared memory" else "0"
+    choose(transport)
     shapes = [(300,)] * 8
     for in_flight in (1, 4, 5, 8, 1000):
         ours, theirs = parameters(shapes), parameters(shapes)

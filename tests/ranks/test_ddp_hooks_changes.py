@@ -1,4 +1,4 @@
-"""State dicts, new groups and freezing while the DDP hooks step inside backward. Oracle: see test_overlap.py."""
+"""State dicts, new groups and freezing while the DDP hooks step inside backward. Oracle: see test_ddp_hooks.py."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from torch.optim import AdamW
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
-from tests.oracle import assert_same, error_of, values_of
-from tests.overlap_twins import (
+from tests.hook_twins import (
     BOTH,
     DECAY,
     HOOKS,
     OPTIMIZERS,
     SMALL_CAP,
-    OverlapTwins,
+    HookTwins,
     Side,
     Tangled,
     all_params,
     batch_of,
     two_groups,
 )
+from tests.oracle import assert_same, error_of, values_of
 
 # --- state, groups, freezing --------------------------------------------------------------------------------------
 
@@ -45,12 +45,10 @@ def everywhere(optimizer: ZeroRedundancyOptimizer, to: int) -> dict[str, Any]:
 
 def load_before_the_first_iteration(rank: int, world: int, hook: str) -> None:
     for name, (optimizer_class, options) in OPTIMIZERS.items():
-        first = OverlapTwins(optimizer_class, hook=hook, **options)
+        first = HookTwins(optimizer_class, hook=hook, **options)
         first.iterate(3)
         saved, weights = everywhere(first.zero, to=world - 1), first.ours.ddp.module.state_dict()
-        resumed = OverlapTwins(
-            optimizer_class, hook=hook, zero={"shard": "tensor", "bucket_cap_mb": SMALL_CAP}, **options
-        )
+        resumed = HookTwins(optimizer_class, hook=hook, zero={"shard": "tensor", "bucket_cap_mb": SMALL_CAP}, **options)
         for side in (resumed.theirs, resumed.ours):
             side.ddp.module.load_state_dict(weights)
             side.optimizer.load_state_dict(saved)
@@ -67,7 +65,7 @@ def test_a_state_that_is_loaded_before_the_first_iteration_counts_in_it(hook):
 
 
 def consolidate_at_any_time(rank: int, world: int, hook: str) -> None:
-    twins = OverlapTwins(AdamW, hook=hook, **DECAY)
+    twins = HookTwins(AdamW, hook=hook, **DECAY)
     twins.check_state()  # before anything has happened
     assert twins.zero.state_dict()["state"] == {}
     for iteration in range(4):
@@ -100,7 +98,7 @@ def groups_that_come_later(rank: int, world: int, hook: str) -> None:
     """DDP reduces all parameters from the start; the optimizer learns of some of them later."""
     for ddp in ({}, {"find_unused_parameters": True}, {"static_graph": True}):
         for cap in (SMALL_CAP, 25):
-            twins = OverlapTwins(
+            twins = HookTwins(
                 AdamW,
                 hook=hook,
                 ddp=ddp,
@@ -124,7 +122,7 @@ def test_groups_may_be_added_between_iterations(hook):
     run_ranks(groups_that_come_later, 2, hook)
 
 
-def set_trainable(twins: OverlapTwins, layer: int, trainable: bool) -> None:
+def set_trainable(twins: HookTwins, layer: int, trainable: bool) -> None:
     for side in (twins.theirs, twins.ours):
         side.ddp.module.layers[layer].requires_grad_(trainable)
 
@@ -135,13 +133,13 @@ def frozen(rank: int, world: int, hook: str, cap: float) -> None:
         module.layers[0].requires_grad_(False)
         return module
 
-    twins = OverlapTwins(AdamW, make=make, hook=hook, zero={"bucket_cap_mb": cap}, **DECAY)
+    twins = HookTwins(AdamW, make=make, hook=hook, zero={"bucket_cap_mb": cap}, **DECAY)
     before = values_of(twins.ours.ddp.module.layers[0].parameters())
     twins.iterate(3)
     assert_same(values_of(twins.ours.ddp.module.layers[0].parameters()), before, "frozen from the start")
     twins.check()
     # DDP allows a parameter that it knows to be frozen later if it looks for unused ones.
-    twins = OverlapTwins(AdamW, hook=hook, ddp={"find_unused_parameters": True}, zero={"bucket_cap_mb": cap}, **DECAY)
+    twins = HookTwins(AdamW, hook=hook, ddp={"find_unused_parameters": True}, zero={"bucket_cap_mb": cap}, **DECAY)
     twins.iterate(2)
     set_trainable(twins, 1, False)
     twins.iterate(2)
@@ -165,7 +163,7 @@ def frozen_with_a_gradient(rank: int, world: int, hook: str, cap: float) -> None
 
     for grad_view in BOTH:
         ddp = {"find_unused_parameters": True, "gradient_as_bucket_view": grad_view}
-        twins = OverlapTwins(AdamW, hook=hook, ddp=ddp, zero={"bucket_cap_mb": cap}, **DECAY)
+        twins = HookTwins(AdamW, hook=hook, ddp=ddp, zero={"bucket_cap_mb": cap}, **DECAY)
         twins.iterate(2, zero_grad=keep_zeros)
         set_trainable(twins, 1, False)
         twins.iterate(2, zero_grad=keep_zeros)
@@ -187,7 +185,7 @@ def frozen_and_unknown_to_ddp(rank: int, world: int, hook: str, cap: float) -> N
             param.grad = torch.full_like(param, 0.25)
         return module
 
-    twins = OverlapTwins(AdamW, make=make, groups=all_params, hook=hook, zero={"bucket_cap_mb": cap}, **DECAY)
+    twins = HookTwins(AdamW, make=make, groups=all_params, hook=hook, zero={"bucket_cap_mb": cap}, **DECAY)
     twins.iterate(2, zero_grad=None)
     twins.check()
 

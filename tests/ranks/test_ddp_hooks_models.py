@@ -1,4 +1,7 @@
-"""The DDP hooks with all kinds of optimizers, models, inner hooks and groups of ranks. Oracle: see test_overlap.py."""
+"""The DDP hooks with all kinds of optimizers, models, inner hooks and groups of ranks.
+
+Oracle: see test_ddp_hooks.py.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
-from tests.oracle import assert_same, values_of
-from tests.overlap_twins import (
+from tests.hook_twins import (
     BOTH,
     DECAY,
     HOOKS,
@@ -35,13 +37,14 @@ from tests.overlap_twins import (
     SMALL_CAP,
     WIDTH,
     Chain,
-    OverlapTwins,
+    HookTwins,
     Side,
     Tangled,
     all_params,
     batch_of,
     delayed,
 )
+from tests.oracle import assert_same, values_of
 from tests.versions import Muon
 
 # --- optimizers and models of all kinds ---------------------------------------------------------------------------
@@ -51,8 +54,13 @@ def not_split(rank: int, world: int, hook: str) -> None:
     """Steps once over everything: schedule-free keeps counters on the group. Muon needs whole matrices."""
     from schedulefree import AdamWScheduleFree
 
+<<<<<<< HEAD:tests/ranks/test_overlap_models.py
     twins = OverlapTwins(AdamWScheduleFree, hook=hook, zero={"bucket_cap_mb": SMALL_CAP}, lr=0.05, warmup_steps=3)
     assert not twins.zero.engine.sharded.builder.splittable
+=======
+    twins = HookTwins(AdamWScheduleFree, hook=hook, zero={"bucket_cap_mb": SMALL_CAP}, lr=0.05, warmup_steps=3)
+    assert not twins.zero.engine.sharded.splits
+>>>>>>> w-tests:tests/ranks/test_ddp_hooks_models.py
     for side in (twins.theirs, twins.ours):
         side.optimizer.train()
     twins.iterate(3)
@@ -65,7 +73,7 @@ def not_split(rank: int, world: int, hook: str) -> None:
     twins.iterate(2)
     twins.check_weights()
     if Muon is not None:
-        twins = OverlapTwins(Muon, make=lambda: Chain([2, 0, 3, 1]), groups=all_params, hook=hook, lr=0.02)
+        twins = HookTwins(Muon, make=lambda: Chain([2, 0, 3, 1]), groups=all_params, hook=hook, lr=0.02)
         twins.iterate(4)
         twins.check()
 
@@ -97,7 +105,7 @@ class Turned(nn.Module):
 def other_memory_formats(rank: int, world: int, hook: str) -> None:
     for make, grad_view, shard in itertools.product((convolution, Turned), BOTH, ("element", "tensor")):
         ddp, zero = {"gradient_as_bucket_view": grad_view}, {"shard": shard}
-        twins = OverlapTwins(AdamW, make=make, hook=hook, ddp=ddp, zero=zero, **DECAY)
+        twins = HookTwins(AdamW, make=make, hook=hook, ddp=ddp, zero=zero, **DECAY)
         twins.iterate(4)
         twins.check_state()
 
@@ -147,7 +155,7 @@ def test_a_memory_format_that_changes_after_ddp_was_built_is_followed_or_refused
 def fused_and_narrow(rank: int, world: int, hook: str) -> None:
     """Whole parameters are bit-equal under any kernel and in any dtype (docs/design.md, "Exactness")."""
     for options in ({"fused": True}, {"foreach": True}):
-        twins = OverlapTwins(AdamW, hook=hook, zero={"shard": "tensor"}, **DECAY, **options)
+        twins = HookTwins(AdamW, hook=hook, zero={"shard": "tensor"}, **DECAY, **options)
         twins.iterate(3)
         twins.check()
     for dtype in (torch.float32, torch.bfloat16):
@@ -159,7 +167,7 @@ def fused_and_narrow(rank: int, world: int, hook: str) -> None:
         def make(made: type = Narrow, dtype: torch.dtype = dtype) -> nn.Module:
             return made().to(dtype)
 
-        twins = OverlapTwins(SGD, make=make, hook=hook, zero={"shard": "tensor"}, lr=0.1, momentum=0.9)
+        twins = HookTwins(SGD, make=make, hook=hook, zero={"shard": "tensor"}, lr=0.1, momentum=0.9)
         twins.iterate(3)
         twins.check()
 
@@ -190,7 +198,7 @@ class Odd(nn.Module):
 
 def odd_models(rank: int, world: int, hook: str) -> None:
     for views, cap in itertools.product(BOTH, (SMALL_CAP, 25)):
-        twins = OverlapTwins(
+        twins = HookTwins(
             AdamW, make=Odd, hook=hook, zero={"parameters_as_bucket_view": views, "bucket_cap_mb": cap}, **DECAY
         )
         twins.iterate(4)
@@ -204,8 +212,8 @@ def test_mixed_dtypes_tied_weights_checkpointing_scalars_and_nothing(hook):
 
 def two_models_in_turns(rank: int, world: int, hook: str) -> None:
     """Each optimizer steps in the backward of its own model only, as in a GAN."""
-    first = OverlapTwins(AdamW, hook=hook, make=lambda: Tangled(1), **DECAY)
-    second = OverlapTwins(SGD, hook=hook, make=lambda: Tangled(2), **OPTIMIZERS["SGD"][1])
+    first = HookTwins(AdamW, hook=hook, make=lambda: Tangled(1), **DECAY)
+    second = HookTwins(SGD, hook=hook, make=lambda: Tangled(2), **OPTIMIZERS["SGD"][1])
     for count in (1, 2, 1):
         first.iterate(count)
         second.iterate(1)
@@ -306,14 +314,12 @@ INNER = {
 
 def inner_hooks(rank: int, world: int, hook: str) -> None:
     for (name, inner), grad_view in itertools.product(INNER.items(), BOTH):
-        twins = OverlapTwins(
-            AdamW, hook=hook, inner=inner, ddp={"gradient_as_bucket_view": grad_view}, name=name, **DECAY
-        )
+        twins = HookTwins(AdamW, hook=hook, inner=inner, ddp={"gradient_as_bucket_view": grad_view}, name=name, **DECAY)
         twins.iterate(4)
         twins.check()
     # Iterations 1 and 2 reduce in full, 3 and later send two thin matrices per bucket. (With several buckets under way
     # PowerSGD's own callbacks would run in any order: one bucket.)
-    twins = OverlapTwins(
+    twins = HookTwins(
         AdamW,
         hook=hook,
         inner=power_sgd.powerSGD_hook,
@@ -395,7 +401,7 @@ def in_a_subgroup(rank: int, world: int, hook: str, way: str) -> None:
     if rank not in members:
         return
     for static, find_unused, cap in ((False, False, SMALL_CAP), (True, False, 25), (False, True, SMALL_CAP)):
-        twins = OverlapTwins(
+        twins = HookTwins(
             AdamW,
             hook=hook,
             group=group,
@@ -451,7 +457,7 @@ def test_an_optimizer_that_is_sharded_over_a_part_of_ddps_ranks(hook):
 
 
 def uneven_inputs(rank: int, world: int, hook: str, joined: str) -> None:
-    twins = OverlapTwins(SGD, hook=hook, **OPTIMIZERS["SGD"][1])
+    twins = HookTwins(SGD, hook=hook, **OPTIMIZERS["SGD"][1])
     count = [2, 5, 3][rank]
     for side in (twins.theirs, twins.ours):
         both = side is twins.ours and joined == "ddp and zero"

@@ -21,23 +21,23 @@ from torch.optim import SGD, AdamW
 from torch.optim.lr_scheduler import StepLR
 
 from tests.harness import run_ranks
-from tests.oracle import assert_same, values_of
-from tests.overlap_twins import (
+from tests.hook_twins import (
     BOTH,
     DECAY,
     HOOKS,
     OPTIMIZERS,
     SMALL_CAP,
     Chain,
-    OverlapTwins,
+    HookTwins,
     Side,
     Tangled,
     all_params,
     batch_of,
-    choose,
     delayed,
     two_groups,
 )
+from tests.oracle import assert_same, values_of
+from tests.surroundings import choose
 
 
 def halve_every_second(optimizer: Any) -> StepLR:
@@ -51,7 +51,7 @@ def every_combination(rank: int, world: int, name: str, hook: str) -> None:
     """Two groups with different options and a scheduler; our buckets many and small, or one that cuts parameters."""
     optimizer_class, options = OPTIMIZERS[name]
     for grad_view, static, shard_buckets in itertools.product(BOTH, BOTH, BOTH):
-        twins = OverlapTwins(
+        twins = HookTwins(
             optimizer_class,
             hook=hook,
             shard_buckets=shard_buckets,
@@ -78,7 +78,7 @@ def test_every_iteration_is_that_of_ddp_and_the_plain_optimizer(world, hook, nam
 def alone(rank: int, world: int) -> None:
     for hook, static, find_unused in itertools.product(HOOKS, BOTH, BOTH):
         ddp = {"static_graph": static, "find_unused_parameters": find_unused}
-        twins = OverlapTwins(AdamW, hook=hook, ddp=ddp, **DECAY)
+        twins = HookTwins(AdamW, hook=hook, ddp=ddp, **DECAY)
         twins.iterate(4, skip=[4] if find_unused else [])
         twins.check()
 
@@ -94,7 +94,7 @@ def ddp_without_any_hook(rank: int, world: int) -> None:
     root of the second moment, so a step moves by at most about that times lr; 1e-11 is far above 6 of them and far
     below an update (0.05).
     """
-    ours = OverlapTwins(AdamW, **DECAY).ours
+    ours = HookTwins(AdamW, **DECAY).ours
     plain_ddp = DistributedDataParallel(Tangled(), bucket_cap_mb=SMALL_CAP)
     plain = Side(plain_ddp, AdamW(two_groups(plain_ddp.module), **DECAY))
     before = plain.weights()
@@ -115,14 +115,14 @@ def test_weights_are_those_of_ddp_without_any_hook():
 def accumulate(rank: int, world: int, hook: str) -> None:
     """The first and the second micro-batch weigh as much as the last, whatever is done about old gradients."""
     for grad_view in BOTH:
-        twins = OverlapTwins(AdamW, hook=hook, ddp={"gradient_as_bucket_view": grad_view}, **DECAY)
+        twins = HookTwins(AdamW, hook=hook, ddp={"gradient_as_bucket_view": grad_view}, **DECAY)
         twins.iterate(2, micro=2)
         twins.iterate(1)
         twins.iterate(2, micro=1, zero_grad=lambda optimizer: optimizer.zero_grad(set_to_none=False))
         twins.iterate(2, micro=1, zero_grad=None)
         twins.iterate(2, zero_grad=None)
         twins.check()
-    twins = OverlapTwins(SGD, hook=hook, ddp={"static_graph": True}, **OPTIMIZERS["SGD"][1])
+    twins = HookTwins(SGD, hook=hook, ddp={"static_graph": True}, **OPTIMIZERS["SGD"][1])
     twins.iterate(2)  # DDP wants its first iterations with a static graph to be reduced
     twins.iterate(3, micro=2)
     twins.check()
@@ -135,7 +135,7 @@ def test_accumulation_under_no_sync_is_ddps(hook):
 
 def step_or_not(rank: int, world: int, hook: str) -> None:
     """Calling step, leaving it out, and both in turns: one update per backward."""
-    twins = OverlapTwins(SGD, hook=hook, **OPTIMIZERS["SGD"][1])
+    twins = HookTwins(SGD, hook=hook, **OPTIMIZERS["SGD"][1])
     twins.iterate(2, step=False)
     twins.iterate(2, step=True)
     twins.zero.step()
@@ -165,7 +165,7 @@ def test_step_may_be_called_or_not_and_runs_a_closure(hook):
 
 
 def options_by_hand(rank: int, world: int, hook: str) -> None:
-    twins = OverlapTwins(SGD, hook=hook, **OPTIMIZERS["SGD"][1])
+    twins = HookTwins(SGD, hook=hook, **OPTIMIZERS["SGD"][1])
     twins.iterate(2)
     for side in (twins.theirs, twins.ours):
         side.optimizer.param_groups[0]["lr"] = 0.0  # the matrices stand still
@@ -182,7 +182,7 @@ def test_options_that_are_changed_between_iterations_count(hook):
 
 
 def state_is_sharded(rank: int, world: int) -> list[int]:
-    twins = OverlapTwins(AdamW, groups=all_params, **DECAY)
+    twins = HookTwins(AdamW, groups=all_params, **DECAY)
     twins.iterate(2)
     assert twins.zero.memory().state < 2 * 8 * 1360 * 0.3
     return [state["exp_avg"].numel() for state in twins.zero.optim.state.values()]
@@ -201,7 +201,7 @@ def test_every_rank_holds_its_share_of_the_state_only():
 def unused(rank: int, world: int, hook: str, grad_view: bool) -> None:
     ddp = {"find_unused_parameters": True, "gradient_as_bucket_view": grad_view}
     for shard, cap in (("element", 25), ("tensor", SMALL_CAP)):
-        twins = OverlapTwins(AdamW, hook=hook, ddp=ddp, zero={"shard": shard, "bucket_cap_mb": cap}, **DECAY)
+        twins = HookTwins(AdamW, hook=hook, ddp=ddp, zero={"shard": shard, "bucket_cap_mb": cap}, **DECAY)
         before = values_of(twins.ours.ddp.module.layers[4].parameters())
         twins.iterate(2, skip=[4])
         assert_same(values_of(twins.ours.ddp.module.layers[4].parameters()), before, "left untouched")
@@ -226,7 +226,7 @@ def test_a_parameter_without_a_gradient_anywhere_is_left_alone_and_otherwise_ste
 def unused_in_a_static_graph(rank: int, world: int, hook: str) -> None:
     for grad_view in BOTH:
         ddp = {"static_graph": True, "gradient_as_bucket_view": grad_view}
-        twins = OverlapTwins(AdamW, hook=hook, ddp=ddp, **DECAY)
+        twins = HookTwins(AdamW, hook=hook, ddp=ddp, **DECAY)
         before = values_of(twins.ours.ddp.module.layers[4].parameters())
         twins.iterate(5, skip=[4])
         assert_same(values_of(twins.ours.ddp.module.layers[4].parameters()), before, "left untouched")
@@ -242,7 +242,7 @@ def unused_but_with_a_gradient(rank: int, world: int, hook: str, set_to_none: bo
     zero_grad = None if set_to_none is None else lambda optimizer: optimizer.zero_grad(set_to_none=set_to_none)
     for grad_view in BOTH:
         ddp = {"find_unused_parameters": True, "gradient_as_bucket_view": grad_view}
-        twins = OverlapTwins(AdamW, hook=hook, ddp=ddp, **DECAY)
+        twins = HookTwins(AdamW, hook=hook, ddp=ddp, **DECAY)
         twins.iterate(2, zero_grad=zero_grad)
         twins.iterate(2, zero_grad=zero_grad, skip=[4])
         twins.iterate(2, zero_grad=zero_grad, skip=[4] if rank == 0 else [])
@@ -257,7 +257,7 @@ def test_an_unused_parameter_that_holds_an_old_gradient_is_stepped_with_it_as_in
 
 
 def used_in_a_micro_batch_only(rank: int, world: int, hook: str) -> None:
-    twins = OverlapTwins(AdamW, hook=hook, ddp={"find_unused_parameters": True}, **DECAY)
+    twins = HookTwins(AdamW, hook=hook, ddp={"find_unused_parameters": True}, **DECAY)
     for iteration in range(4):
         for side in (twins.theirs, twins.ours):
             side.optimizer.zero_grad()
@@ -279,7 +279,7 @@ def test_a_parameter_used_in_one_micro_batch_of_one_rank_is_stepped(hook):
 
 def fewer_parameters_than_ranks(rank: int, world: int, hook: str, transport: str) -> None:
     choose(transport)
-    twins = OverlapTwins(
+    twins = HookTwins(
         AdamW,
         make=lambda: Chain([1, 2, 0]),
         groups=all_params,
@@ -301,7 +301,7 @@ def test_a_rank_that_owns_nothing_gathers_in_the_order_of_the_others(hook, trans
 
 
 def everything_of_a_rank_is_frozen(rank: int, world: int, hook: str) -> None:
-    twins = OverlapTwins(
+    twins = HookTwins(
         AdamW,
         make=lambda: Chain(random.Random(1).sample(range(24), 24)),
         groups=all_params,
@@ -330,7 +330,7 @@ def test_a_rank_whose_share_was_frozen_keeps_pace_with_the_others(hook):
 def every_way_to_cut(rank: int, world: int, hook: str, transport: str) -> None:
     choose(transport)
     for shard, views, cap in itertools.product(("element", "tensor"), BOTH, (SMALL_CAP, 25)):
-        twins = OverlapTwins(
+        twins = HookTwins(
             AdamW,
             hook=hook,
             ddp={"gradient_as_bucket_view": views},
@@ -369,7 +369,7 @@ def delayed_iterations(rank: int, world: int, hook: str, count: int, find_unused
     choose(transport)
     delays = random.Random(rank)
     inner = allreduce_hook
-    twins = OverlapTwins(
+    twins = HookTwins(
         AdamW,
         make=Hesitant,
         hook=hook,

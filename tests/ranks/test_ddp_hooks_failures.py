@@ -17,8 +17,8 @@ from torch.optim import SGD, AdamW
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
+from tests.hook_twins import HOOKS, SMALL_CAP, HookTwins, Tangled, batch_of
 from tests.oracle import assert_same, error_of, values_of
-from tests.overlap_twins import HOOKS, SMALL_CAP, OverlapTwins, Tangled, batch_of
 
 # --- bad input ----------------------------------------------------------------------------------------------------
 
@@ -83,7 +83,7 @@ def test_a_parameter_that_ddp_does_not_reduce_is_named_on_every_rank(hook, cap):
 
 def clipping_too_late(rank: int, world: int) -> None:
     for hook in HOOKS:
-        twins = OverlapTwins(SGD, hook=hook, lr=0.1)
+        twins = HookTwins(SGD, hook=hook, lr=0.1)
         twins.iterate(1)
         with pytest.raises(RuntimeError, match=r"(?s)clip_grad_norm_.*overlap_with_ddp"):
             twins.zero.clip_grad_norm_(0.01)
@@ -114,7 +114,7 @@ def test_without_a_hook_step_steps():
 
 def skipped_batches(rank: int, world: int, hook: str) -> None:
     """All ranks raise in a forward and skip the batch: the next iteration is a clean one."""
-    twins = OverlapTwins(AdamW, hook=hook, ddp={"find_unused_parameters": True}, lr=0.05, weight_decay=0.3)
+    twins = HookTwins(AdamW, hook=hook, ddp={"find_unused_parameters": True}, lr=0.05, weight_decay=0.3)
     for _ in range(2):
         twins.iterate(2)
         for side in (twins.theirs, twins.ours):
@@ -153,7 +153,7 @@ def meet_at_the_end(who: str) -> None:
 
 
 def one_rank_raises(rank: int, world: int, hook: str, where: str) -> tuple[str, str, float]:
-    twins = OverlapTwins(Fragile, hook=hook, zero={"bucket_cap_mb": SMALL_CAP}, lr=0.1)
+    twins = HookTwins(Fragile, hook=hook, zero={"bucket_cap_mb": SMALL_CAP}, lr=0.1)
     ours = twins.ours
     twins.iterate(FAILS_AT)
     if rank == 1 and where == "step":
@@ -178,7 +178,7 @@ def test_a_rank_that_raises_makes_the_others_raise_within_the_timeout(hook, wher
 
 
 def one_rank_freezes(rank: int, world: int, hook: str) -> str:
-    twins = OverlapTwins(SGD, hook=hook, ddp={"find_unused_parameters": True}, lr=0.1)
+    twins = HookTwins(SGD, hook=hook, ddp={"find_unused_parameters": True}, lr=0.1)
     twins.iterate(FAILS_AT)
     twins.zero.zero_grad()
     if rank == 1:
@@ -203,7 +203,7 @@ def one_rank_leaves(rank: int, world: int, hook: str, folder: str, how: str) -> 
         return allreduce_hook(state, bucket)
 
     counts: list[int] = []
-    twins = OverlapTwins(SGD, hook=hook, inner=inner, zero={"bucket_cap_mb": SMALL_CAP}, lr=0.1)
+    twins = HookTwins(SGD, hook=hook, inner=inner, zero={"bucket_cap_mb": SMALL_CAP}, lr=0.1)
     for _ in range(FAILS_AT):
         twins.iterate(1)
         counts.append(calls[0])

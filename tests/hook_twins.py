@@ -6,7 +6,6 @@ iteration.
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -113,11 +112,6 @@ def two_groups(module: nn.Module) -> list[dict[str, Any]]:
     ]
 
 
-def choose(transport: str) -> None:
-    if transport == "sockets":
-        os.environ["SHARDSTEP_SHARED_MEMORY"] = "0"
-
-
 def batch_of(rank: int, iteration: int, micro: int = 0, width: int = WIDTH) -> Tensor:
     """Another one on every rank and in every iteration."""
     generator = torch.Generator().manual_seed(1000 * iteration + 10 * rank + micro)
@@ -155,7 +149,7 @@ class Side(NamedTuple):
         return values_of(self.ddp.module.parameters())
 
 
-class OverlapTwins:
+class HookTwins:
     """``ours`` steps in DDP's hook, ``theirs`` is DDP with the inner hook alone and the plain optimizer.
 
     Args:

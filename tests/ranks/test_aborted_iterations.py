@@ -9,7 +9,6 @@ most of these tests shorten.
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -25,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.grads import scheduler
 from tests.harness import run_ranks
+from tests.surroundings import choose
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
 WIDTH = 6
@@ -155,8 +155,7 @@ Failures = Mapping[int, Mapping[int, str]]  # by number of the batch: which rank
 
 
 def prepare(transport: str, patience: float = 0.12) -> None:
-    if transport == "sockets":
-        os.environ["SHARDSTEP_SHARED_MEMORY"] = "0"
+    choose(transport)
     scheduler.PATIENCE = patience
 
 
