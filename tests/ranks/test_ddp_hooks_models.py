@@ -54,13 +54,8 @@ def not_split(rank: int, world: int, hook: str) -> None:
     """Steps once over everything: schedule-free keeps counters on the group. Muon needs whole matrices."""
     from schedulefree import AdamWScheduleFree
 
-<<<<<<< HEAD:tests/ranks/test_overlap_models.py
-    twins = OverlapTwins(AdamWScheduleFree, hook=hook, zero={"bucket_cap_mb": SMALL_CAP}, lr=0.05, warmup_steps=3)
-    assert not twins.zero.engine.sharded.builder.splittable
-=======
     twins = HookTwins(AdamWScheduleFree, hook=hook, zero={"bucket_cap_mb": SMALL_CAP}, lr=0.05, warmup_steps=3)
-    assert not twins.zero.engine.sharded.splits
->>>>>>> w-tests:tests/ranks/test_ddp_hooks_models.py
+    assert not twins.zero.engine.sharded.builder.splittable
     for side in (twins.theirs, twins.ours):
         side.optimizer.train()
     twins.iterate(3)
