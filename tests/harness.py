@@ -83,18 +83,19 @@ def run_ranks(
     """
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     processes = [_start() if fresh or not _idle else _idle.pop() for _ in range(world_size)]
-    again = False
+    again, succeeded, deadline = False, False, time.monotonic() + timeout
     try:
         for rank, process in enumerate(processes):
             _tell(process, fresh, (function, rank, world_size, store.port, pg_timeout, args, kwargs))
         outcomes = _await(processes, timeout)
-        again = not fresh and all(kind == "ok" for kind, _, _ in outcomes)
+        succeeded = all(kind == "ok" for kind, _, _ in outcomes)
+        again = not fresh and succeeded
     finally:
         for process in reversed(processes):
             if again and _is_clean(process):
                 _idle.append(process)
             else:
-                _throw_away(process)
+                _throw_away(process, patience=max(deadline - time.monotonic(), 1) if fresh and succeeded else 0)
     failures = [(at, rank, text) for rank, (kind, at, text) in enumerate(outcomes) if kind == "error"]
     if failures:
         _, rank, text = min(failures)
@@ -150,8 +151,10 @@ def _is_clean(process: _Process) -> bool:
         return False
 
 
-def _throw_away(process: _Process) -> None:
+def _throw_away(process: _Process, patience: float = 0) -> None:
+    """End a process; ``patience``: seconds in which it may come to its own end, as a program does."""
     process.pipe.close()
+    process.process.join(patience)
     process.process.kill()
     process.process.join()
 

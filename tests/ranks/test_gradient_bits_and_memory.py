@@ -155,7 +155,8 @@ class LiveMemory(TorchDispatchMode):
         super().__init__()
         gc.collect()
         tensors = (thing for thing in gc.get_objects() if issubclass(type(thing), Tensor))
-        self._old = {t.untyped_storage()._cdata for t in tensors if type(t) is not ShardedGradient}
+        storages = [tensor.untyped_storage() for tensor in tensors if type(tensor) is not ShardedGradient]
+        self._old = {storage._cdata: StorageWeakRef(storage) for storage in storages}
         self._new: dict[int, tuple[StorageWeakRef, int]] = {}
         self.peak = 0
 
@@ -164,7 +165,8 @@ class LiveMemory(TorchDispatchMode):
         for one in result if isinstance(result, (list, tuple)) else [result]:
             if isinstance(one, Tensor) and not isinstance(one, ShardedGradient):
                 storage = one.untyped_storage()
-                if storage._cdata not in self._old and storage._cdata not in self._new:
+                old = self._old.get(storage._cdata)  # one that is gone may have left its address to a new one
+                if (old is None or old.expired()) and storage._cdata not in self._new:
                     self._new[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.peak = max(self.peak, self.now())
         return result
