@@ -91,11 +91,13 @@ class _SteppingHook:
                 "torch.contiguous_format) before DDP."
             )
         self._source: DdpBucketGradients = self._engine.source  # type: ignore[assignment]
-        self._source.attach(_usage(ddp, sharded))
+        self._usage = _usage(ddp, sharded)
+        self._source.attach(self._usage)
         self._step: Step | None = None
         self._queue: deque[tuple[GradBucket, torch.futures.Future]] = deque()  # reduced or about to be
 
     def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future:
+        self._source.called()
         future = self._hook(state, bucket)
         if bucket.index() == 0:
             self._abort()
@@ -115,7 +117,6 @@ class _SteppingHook:
                 "hook_with_zero_step expects parameters that lie in memory as they did when it was made, but a memory "
                 "format was changed. Wrap the model in DDP again."
             )
-        self._source.called()
         self._step = self._engine.begin(self._zero.param_groups)
         self._source.begin()
         return self._step
@@ -126,7 +127,8 @@ class _SteppingHook:
             while self._queue and not (done_only and not self._queue[0][1].done()):
                 bucket, future = self._queue.popleft()
                 reduced = future.wait()
-                complete = self._source.take(bucket, reduced[0] if isinstance(reduced, (list, tuple)) else reduced)
+                reduced = reduced[0] if isinstance(reduced, (list, tuple)) else reduced
+                complete = self._source.take(bucket, reduced, self._usage)
                 for position in complete if step.update is None else ():
                     self._source.bind([position])
                     step.advance(position)
@@ -145,8 +147,7 @@ class _SteppingHook:
         step, self._step = self._step, None
         self._queue.clear()
         if step is not None:
-            step.drain()
-            self._source.release()
+            self._engine.abort(step, self._source)
 
 
 def _checked(name: str, zero: Any) -> ZeroRedundancyOptimizer:

@@ -82,13 +82,14 @@ class Step:
         self._window.drain()
 
     @contextmanager
-    def failing_together(self) -> Iterator[None]:
+    def failing_together(self, call: str = "step") -> Iterator[None]:
         """If the step fails in this context, the other ranks hear of it, and what is under way is waited for."""
         try:
             yield
         except Exception as error:
+            self._engine.progress.fail()
             clearer = self._sharded.kind_error()
-            self._engine.consensus.report_failure("step", clearer or error)
+            self._engine.consensus.report_failure(call, clearer or error)
             self._window.drain()
             if clearer is not None:
                 raise clearer from error
@@ -123,24 +124,26 @@ class Engine:
     ) -> Any:
         """Collective. One step with the gradients of ``source``; return what the local optimizer's step returned.
 
-        A closure that is none reaches the local optimizer as it is.
+        A closure that cannot be called reaches the local optimizer as it is.
         """
         source = source or self.source
         self._start()
-        if not callable(closure):
-            with self.consensus.reporting("step"):
-                source.check()
-            source.prepare(param_groups)
-        copy_options(param_groups, self.optimizer.param_groups)
         try:
+            if not callable(closure):
+                with self.consensus.reporting("step"):
+                    source.check()
+                source.prepare(param_groups)
+            copy_options(param_groups, self.optimizer.param_groups)
             source.bind(self.sharded.plan.active_buckets)
             evaluate = self._evaluation(closure, source, param_groups) if callable(closure) else closure
             step = self._open(kwargs or {}, evaluate)
             with step.failing_together():
-                lazily = self._lazy_gather and closure is None
-                loss = step.finish(lazily)
-                self._lazy = step.take_lazy_gathers()
+                loss = step.finish(lazily=self._lazy_gather and closure is None and source.may_be_lazy)
                 fire_post_hooks(self.optimizer, step.kwargs)
+                self._lazy = step.take_lazy_gathers()
+        except BaseException:  # also an interrupt
+            self.progress.fail()
+            raise
         finally:
             source.release()
         self._end(param_groups, source)
@@ -160,16 +163,24 @@ class Engine:
         source.release()
         self._end(param_groups, source)
 
+    def abort(self, step: Step, source: StepGradients) -> None:
+        """Give up a step that was begun. The next one compares how far each rank came."""
+        self.progress.fail()
+        step.drain()
+        source.release()
+
     def switch(self, mode: str, param_groups: ParamGroups) -> None:
         """Collective. Call ``train`` or ``eval`` of the local optimizer, which changes the parameters that it owns."""
         self.wait_for_parameters()
         self.notice_changes()
         copy_options(param_groups, self.optimizer.param_groups)
+        self.progress.begin()
         step = Step(self)
         step.update = getattr(self.optimizer, mode)
-        with step.failing_together():
+        with step.failing_together(mode):
             step.finish()
         copy_options(self.optimizer.param_groups, param_groups, self.sharded.builder.notes)
+        self.progress.end()
 
     def update_all(self, closure: Closure | None = None, kwargs: dict[str, Any] | None = None) -> Any:
         """One step of the local optimizer over everything. Its step need not know closures unless there is one."""

@@ -88,10 +88,15 @@ class JoinAttendance:
         try:
             Join.notify_join_context(self._optimizer())  # type: ignore[arg-type]
         except RuntimeError as error:
-            raise JoinEnded(str(error)) from error
+            raise (JoinEnded(str(error)) if self.is_uneven else error) from error
 
     def begin_step(self, source: GradientSource, sharded: ShardedParameters, has_closure: bool) -> StepGradients:
         """The gradients of a step that begins: in a Join context they are lent."""
+        if self.is_uneven and has_closure and sharded.builder.moves_first:
+            raise RuntimeError(
+                "step in a Join context expects an optimizer that calls the closure first, but this one moves the "
+                "parameters before, and a rank that has run out of inputs would not follow. Step without a closure."
+            )
         in_backward = source.calls_roll and has_closure  # then the closure's backward calls first
         if not in_backward:
             self.notify()
@@ -180,6 +185,8 @@ class Shadow(JoinHook):
 
 class LentGradients(StepGradients):
     """The gradients of one step in a Join context: ranks that have inputs lend theirs to ranks that have not."""
+
+    may_be_lazy = False  # a rank without inputs does not know whether the others have a closure, and gather at once
 
     def __init__(
         self,

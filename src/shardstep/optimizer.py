@@ -13,11 +13,11 @@ from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
 
 from shardstep.comm import collectives
-from shardstep.comm.consensus import RankConsensus
+from shardstep.comm.consensus import RankConsensus, opening
 from shardstep.comm.process_group import debug_is_on, find_group, group_name, open_group
 from shardstep.engine import Engine
 from shardstep.grads import clipping
-from shardstep.grads.ddp_buckets import DdpBucketGradients
+from shardstep.grads.ddp_buckets import DdpBucketGradients, evaluated_once
 from shardstep.grads.parameter_gradients import ParameterGradients
 from shardstep.grads.reduced_gradients import ReducedGradients
 from shardstep.grads.settings import ReduceSettings
@@ -102,10 +102,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
         lazy_gather: bool = False,
         **defaults: Any,
     ) -> None:
-        group = open_group(process_group)
-        consensus = RankConsensus(group)
-        attendance = JoinAttendance(self, group)
-        with consensus.reporting("ZeroRedundancyOptimizer"):
+        with opening("ZeroRedundancyOptimizer", process_group) as open_consensus:
             settings = ReduceSettings(
                 reduce_dtype, gradient_buckets_in_flight, overlap_backward, find_unused_parameters
             )
@@ -116,8 +113,9 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
             given = [dict(group) for group in new_groups]
             Optimizer.__init__(self, new_groups, dict(defaults))
             Joinable.__init__(self)
+            consensus = open_consensus()
             sharded = ShardedParameters(
-                group,
+                consensus.group,
                 OptimizerBuilder(optimizer_class, defaults),
                 shard,
                 bucket_cap_mb,
@@ -134,6 +132,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
         mode = {"shard_gradients": str(shard_gradients), "overlap_with_ddp": str(overlap_with_ddp), **settings.facts()}
         mode |= {"broadcast_parameters": str(broadcast_parameters), "lazy_gather": str(lazy_gather)}
         consensus.check_equal("ZeroRedundancyOptimizer", sharded.facts(self.param_groups, mode))
+        attendance = JoinAttendance(self, consensus.group)
         source: GradientSource = ParameterGradients(sharded)
         if shard_gradients:
             source = ReducedGradients(sharded, consensus, settings, attendance, broadcast_parameters)
@@ -167,6 +166,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
         this only runs the closure, if there is one.
         """
         engine = self.engine
+        if engine.source.may_step_in_backward and callable(closure):
+            closure = evaluated_once(closure)  # its backward may make the first step, so it runs before one is begun
         if engine.source.steps_in_backward:
             loss = closure() if callable(closure) else None
         else:
@@ -255,7 +256,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
 
         Collective: call on every rank of the group.
         """
-        engine: Engine | None = self.__dict__.get("engine")
+        engine: Engine | None = getattr(self, "engine", None)
         if engine is None:  # torch's constructor adds the groups one by one
             super().add_param_group(param_group)
             return

@@ -16,14 +16,26 @@ def test_a_step_that_ended_leaves_no_failure():
     assert progress.failure == ""
 
 
-def test_a_step_may_follow_one_that_did_not_end_but_none_follows_a_failed_gather():
+def test_a_step_may_follow_one_that_failed_but_none_follows_a_failed_gather():
     progress = Progress()
     progress.begin()
+    progress.fail()
+    assert progress.failure == "it did not end"
     progress.begin()
     progress.break_off("gone")
     assert (progress.is_broken, progress.failure) == (True, "gone")
     with pytest.raises(AssertionError, match="BROKEN"):
         progress.begin()
+
+
+def test_a_step_inside_another_one_does_not_end_it():
+    progress = Progress()
+    progress.begin()
+    progress.begin()
+    progress.end()
+    assert progress.failure == "it did not end"
+    progress.end()
+    assert progress.failure == ""
 
 
 def test_a_step_that_was_not_begun_cannot_end():
@@ -33,9 +45,9 @@ def test_a_step_that_was_not_begun_cannot_end():
 
 def test_what_is_collected_is_stale_after_every_change():
     progress = Progress()
-    before = progress.version
+    progress.collected = "everything"
     progress.changed(has_state=False)
-    assert progress.version != before
+    assert progress.collected is None
     assert not progress.has_state
 
 
@@ -51,17 +63,14 @@ def test_an_iteration_stalls_and_goes_on():
 def test_an_iteration_that_is_lost_or_aborted_stays_so():
     lost, aborted = Iteration(1), Iteration(2)
     lost.arrived[0] = None  # type: ignore[assignment]
-    lost.lose()
-    aborted.abort()
-    for iteration, state in ((lost, IterationState.LOST), (aborted, IterationState.ABORTED)):
-        iteration.become(IterationState.REDUCING)
-        assert (iteration.state, iteration.is_over) == (state, True)
-    assert not lost.arrived
-
-
-def test_an_iteration_cannot_be_told_to_be_over_but_by_name():
-    with pytest.raises(AssertionError, match="cannot become"):
-        Iteration(0).become(IterationState.LOST)
+    lost.become(IterationState.LOST)
+    lost.become(IterationState.REDUCING)
+    assert (lost.state, lost.is_over, lost.arrived) == (IterationState.LOST, True, {})
+    lost.become(IterationState.ABORTED)
+    aborted.become(IterationState.ABORTED)
+    for iteration in (lost, aborted):
+        with pytest.raises(AssertionError, match="cannot become"):
+            iteration.become(IterationState.REDUCING)
 
 
 def test_an_iteration_is_open_while_its_round_has_buckets_to_send():

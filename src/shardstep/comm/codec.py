@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-_SHORT = 64  # elements of a tensor that are told one by one
+_SHORT = 64  # elements of a tensor that are shown one by one
 _PLAIN = (type(None), bool, int, float, str)
 _ENUM = "shardstep_enum:"  # before the name of a member of an enumeration
 _CODE = "shardstep_code:"  # before the name of a function or class
@@ -132,7 +132,7 @@ def live_option(saved: Any, live: Any) -> Any:
 def option_text(value: Any) -> str:
     """A value of a parameter group as text that is equal on two ranks exactly when the values are.
 
-    Of a large tensor only the shape is told. Of an object that is no plain data only the class is told: its text may
+    Of a large tensor only the shape is shown. Of an object that is no plain data only the class is shown: its text may
     hold an address.
     """
     if isinstance(value, Tensor):

@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from shardstep.comm.process_group import Group
+from shardstep.comm.process_group import Group, is_member, open_group
 
 # Seconds within which ranks that are in the same collective see it fail.
 _SAME_TIME = 2.0
@@ -49,7 +49,7 @@ class RankConsensus:
     """Where the ranks of one optimizer compare facts. Every comparison has a number, counted alike on every rank."""
 
     def __init__(self, group: Group, kind: str = "built") -> None:
-        self._group = group
+        self.group = group
         self._number = 0
         self._note = self._reason = ""  # why the next, and the current, comparison is made
         self.someone_was_absent = False  # at the last comparison
@@ -65,7 +65,7 @@ class RankConsensus:
 
         Copies are counted apart, and from their first comparison on: one may be made on one rank only, to look at.
         """
-        return f"{self._kind}{self._group.store.add(f'shardstep/{self._kind}/{self._group.rank}', 1)}"
+        return f"{self._kind}{self.group.store.add(f'shardstep/{self._kind}/{self.group.rank}', 1)}"
 
     def check_equal(self, call: str, facts: Facts) -> None:
         """Collective: call on every rank of the group. Return if all state the same, else raise on all.
@@ -74,7 +74,7 @@ class RankConsensus:
             call: what the user called, for messages.
             facts: what must be the same on every rank.
         """
-        if self._group.world_size == 1:
+        if self.group.world_size == 1:
             return
         facts = [("call", {"method": call}), *facts]
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
@@ -94,33 +94,33 @@ class RankConsensus:
             )
 
     def gather(self, call: str, facts: Facts, text: str) -> list[str]:
-        """``agree``, and rank 0 hears everybody's ``text``, by rank; the others get nothing."""
-        if self._group.world_size == 1:
+        """``check_equal``, and rank 0 hears everybody's ``text``, by rank; the others get nothing."""
+        if self.group.world_size == 1:
             return [text]
-        store, prefix = self._group.store, self._prefix(self._number + 1)
-        store.set(f"{prefix}/text/{self._group.rank}", text)
+        store, prefix = self.group.store, self._prefix(self._number + 1)
+        store.set(f"{prefix}/text/{self.group.rank}", text)
         try:
             self.check_equal(call, facts)
         except RuntimeError:
-            store.delete_key(f"{prefix}/text/{self._group.rank}")
+            store.delete_key(f"{prefix}/text/{self.group.rank}")
             raise
-        if self._group.rank != 0:
+        if self.group.rank != 0:
             return []
-        keys = [f"{prefix}/text/{rank}" for rank in range(self._group.world_size)]
+        keys = [f"{prefix}/text/{rank}" for rank in range(self.group.world_size)]
         texts = [store.get(key).decode() for key in keys]
         for key in keys:
             store.delete_key(key)
         return texts
 
     def report_failure(self, call: str, error: BaseException) -> None:
-        """Tell the ranks that wait in ``agree`` that this one failed. Does not wait; the caller raises."""
-        if self._group.world_size == 1:
+        """Tell the ranks that wait in ``check_equal`` that this one failed. Does not wait; the caller raises."""
+        if self.group.world_size == 1:
             return
         kind = type(error).__name__
         text = f"{kind}: {error}"
         try:
             self._enter(call, {"error": text, "kind": kind})
-            self._publish({"failed": [self._group.rank, call, text, kind]})
+            self._publish({"failed": [self.group.rank, call, text, kind]})
         except RuntimeError:  # the store is gone with its host: ``error`` is what the user must see, not this
             return
 
@@ -129,13 +129,13 @@ class RankConsensus:
 
         Looks only; never waits.
         """
-        store, found = self._group.store, []
-        for rank in range(self._group.world_size):
+        store, found = self.group.store, []
+        for rank in range(self.group.world_size):
             stuck = f"shardstep/{self._instance}/stuck/{rank}"
-            if rank != self._group.rank and store.check([stuck]):
+            if rank != self.group.rank and store.check([stuck]):
                 found.append(f"rank {rank} was in {store.get(stuck).decode()}")
             key = f"{self._prefix(self._number + 1)}/entered/{rank}"
-            if rank != self._group.rank and store.check([key]):
+            if rank != self.group.rank and store.check([key]):
                 entry = json.loads(store.get(key))
                 what = f"waits in {entry['call']}"
                 if "error" in entry:
@@ -148,8 +148,8 @@ class RankConsensus:
 
         Everybody who was fails as well, at nearly the same time, and leaves a word on the store.
         """
-        store, rank = self._group.store, self._group.rank
-        others = [other for other in range(self._group.world_size) if other != rank]
+        store, rank = self.group.store, self.group.rank
+        others = [other for other in range(self.group.world_size) if other != rank]
         keys = {other: f"shardstep/{self._instance}/stuck/{other}" for other in others}
         try:
             store.set(f"shardstep/{self._instance}/stuck/{rank}", call)
@@ -166,7 +166,7 @@ class RankConsensus:
         return (
             f"{call} expects a call on every rank of the group, but {_ranks(absent)} did not take part"
             + (f" ({meanwhile})" if meanwhile else "")
-            + f", so it failed: {error}. Call it on all {self._group.world_size} ranks, in the same order."
+            + f", so it failed: {error}. Call it on all {self.group.world_size} ranks, in the same order."
         )
 
     def meanwhile(self) -> str:
@@ -203,7 +203,7 @@ class RankConsensus:
         why = f" ({self._reason})" if self._reason else ""
         return (
             f"{call}{why} expects a call on every rank of the group, but {_ranks(absent)} did not call it within "
-            f"{self._group.timeout.total_seconds():g} s. Call it on all {self._group.world_size} ranks, in the same "
+            f"{self.group.timeout.total_seconds():g} s. Call it on all {self.group.world_size} ranks, in the same "
             "order."
         )
 
@@ -217,58 +217,79 @@ class RankConsensus:
         self._number += 1
         self._reason, self._note = self._note, ""
         entry = {"call": call, "note": self._reason, **entry}
-        store, size = self._group.store, self._group.world_size
-        store.set(self._key(f"entered/{self._group.rank}"), json.dumps(entry))
+        store, size = self.group.store, self.group.world_size
+        store.set(self._key(f"entered/{self.group.rank}"), json.dumps(entry))
         if store.add(self._key("count"), 1) == size:
             # The last to come has everything before it and decides; the others wait for one key only.
             self._publish(self._decide())
 
     def _decide(self) -> dict:
         ranks_by_digest: dict[str, list[int]] = {}
-        for rank in range(self._group.world_size):
-            entry = json.loads(self._group.store.get(self._key(f"entered/{rank}")))
+        for rank in range(self.group.world_size):
+            entry = json.loads(self.group.store.get(self._key(f"entered/{rank}")))
             if "error" in entry:
                 return {"failed": [rank, entry["call"], entry["error"], entry["kind"]]}
             ranks_by_digest.setdefault(entry["digest"], []).append(rank)
         return {"digests": ranks_by_digest if len(ranks_by_digest) > 1 else {}}
 
     def _await_verdict(self) -> dict:
-        if not self._wait("verdict", self._group.timeout):
-            entered = [self._group.store.check([self._key(f"entered/{r}")]) for r in range(self._group.world_size)]
+        if not self._wait("verdict", self.group.timeout):
+            entered = [self.group.store.check([self._key(f"entered/{r}")]) for r in range(self.group.world_size)]
             if all(entered):  # the last one came this very moment, or died before it decided: decide for it
                 return self._publish(self._decide())
             return self._publish({"absent": [rank for rank, here in enumerate(entered) if not here]})
-        return json.loads(self._group.store.get(self._key("verdict")))
+        return json.loads(self.group.store.get(self._key("verdict")))
 
     def _publish(self, verdict: dict) -> dict:
         """The first verdict counts, for everybody; return that."""
-        return json.loads(self._group.store.compare_set(self._key("verdict"), "", json.dumps(verdict)))
+        return json.loads(self.group.store.compare_set(self._key("verdict"), "", json.dumps(verdict)))
 
     def _wait(self, name: str, timeout: timedelta) -> bool:
         try:
-            self._group.store.wait([self._key(name)], timeout)
+            self.group.store.wait([self._key(name)], timeout)
         except RuntimeError:  # the store's way to say that the time is over
-            return self._group.store.check([self._key(name)])
+            return self.group.store.check([self._key(name)])
         return True
 
     def _forget(self, number: int) -> None:
         """Delete what a comparison left in the store. Everybody is in the next one, so nobody reads it any more."""
-        store, prefix = self._group.store, self._prefix(number)
-        store.delete_key(f"{prefix}/entered/{self._group.rank}")
-        if self._group.rank == 0:
+        store, prefix = self.group.store, self._prefix(number)
+        store.delete_key(f"{prefix}/entered/{self.group.rank}")
+        if self.group.rank == 0:
             store.delete_key(f"{prefix}/count")
             store.delete_key(f"{prefix}/verdict")
 
     def _first_difference(self, facts: Facts, digest: str, verdict: dict) -> Difference:
-        """BucketAllGather the facts themselves: one rank of each opinion shows them, everybody compares."""
-        store, rank = self._group.store, self._group.rank
+        """Show the facts themselves: one rank of each opinion shows them, everybody compares."""
+        store, rank = self.group.store, self.group.rank
         if rank == verdict["digests"][digest][0]:
             store.set(self._key(f"facts/{rank}"), json.dumps(facts))
         opinions = []
         for ranks in verdict["digests"].values():
-            self._wait(f"facts/{ranks[0]}", self._group.timeout)
+            self._wait(f"facts/{ranks[0]}", self.group.timeout)
             opinions.append((ranks, json.loads(store.get(self._key(f"facts/{ranks[0]}")))))
         return first_difference(opinions)
+
+
+@contextmanager
+def opening(call: str, process_group: Any) -> Iterator[Callable[[], RankConsensus]]:
+    """For a constructor that checks its arguments before it needs the group: opens the consensus when asked to.
+
+    If this rank fails before, the ranks that wait for it hear of it all the same.
+    """
+    opened: list[RankConsensus] = []
+
+    def consensus() -> RankConsensus:
+        if not opened:
+            opened.append(RankConsensus(open_group(process_group)))
+        return opened[0]
+
+    try:
+        yield consensus
+    except Exception as error:
+        if opened or is_member(process_group):
+            consensus().report_failure(call, error)
+        raise
 
 
 def first_difference(opinions: Sequence[tuple[list[int], Facts]]) -> Difference:

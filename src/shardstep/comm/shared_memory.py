@@ -42,7 +42,7 @@ class SharedMemoryRing:
 
     @property
     def is_full(self) -> bool:
-        """Whether an collective has to end before the next one may take a slot. Whoever takes slots asks this first."""
+        """Whether a collective has to end before the next one may take a slot. Whoever takes slots asks this first."""
         return self._taken - self._received >= self.in_flight
 
     def take(self) -> Tensor:

@@ -10,7 +10,7 @@ parameters' memory, and their gradients are views of DDP's reduced bucket.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -48,18 +48,23 @@ class DdpBucketGradients(ParameterGradients):
         super().__init__(sharded)
         sharded.gather_through(open_side_group(sharded.group))
         self._hook = HookState.NONE
-        self._usage: ParameterUsage | None = None
+        self._usages: list[ParameterUsage] = []  # of every hook that was made
         self._backward: _Backward | None = None
 
     @property
     def steps_in_backward(self) -> bool:  # type: ignore[override]
         return self._hook is HookState.CALLED
 
+    @property
+    def may_step_in_backward(self) -> bool:  # type: ignore[override]
+        return self._hook is HookState.MADE
+
     def attach(self, usage: ParameterUsage | None) -> None:
         """A hook was made. ``usage``: finds out which parameters are used, if some may not be."""
         if self._hook is HookState.NONE:
             self._hook = HookState.MADE
-        self._usage = usage
+        if usage is not None:
+            self._usages.append(usage)
         self.extend()
 
     def called(self) -> None:
@@ -84,10 +89,10 @@ class DdpBucketGradients(ParameterGradients):
         }
         self._backward = _Backward(held, frozenset(held), missing)
 
-    def take(self, bucket: GradBucket, reduced: Tensor) -> list[int]:
+    def take(self, bucket: GradBucket, reduced: Tensor, usage: ParameterUsage | None) -> list[int]:
         """One of DDP's buckets was reduced. Return which buckets of ours are complete with it, in order.
 
-        Collective if parameters may be unused.
+        Collective if parameters may be unused, which ``usage`` finds out.
         """
         assert self._backward is not None
         index_of, backward = self._sharded.index_of, self._backward
@@ -97,8 +102,8 @@ class DdpBucketGradients(ParameterGradients):
             if param in index_of and index_of[param] not in backward.held
         ]
         backward.gradients.update({index: view for index, _, view in found})
-        if self._usage is not None:
-            backward.gradients.update(self._usage.gradients(found))
+        if usage is not None:
+            backward.gradients.update(usage.gradients(found))
         touched = set()
         for index, _, _ in found:
             position = self._sharded.layout.bucket_of[index]
@@ -136,12 +141,12 @@ class DdpBucketGradients(ParameterGradients):
         self._backward = None
 
     def stepped(self) -> None:
-        if self._usage is not None:
-            self._usage.forget()
+        for usage in self._usages:
+            usage.forget()
 
     def extend(self) -> None:
-        if self._usage is not None:
-            self._usage.extend()
+        for usage in self._usages:
+            usage.extend()
 
     def clip(self, params: Sequence[Tensor], max_norm: float, order: float, error_if_nonfinite: bool) -> Tensor:
         if self._hook is not HookState.NONE:
@@ -157,6 +162,16 @@ class DdpBucketGradients(ParameterGradients):
                 "a copy expects an optimizer without hooks on its parameters, but overlap_with_ddp has some. Copy its "
                 "state dict instead."
             )
+
+
+def evaluated_once(closure: Callable[[], Any]) -> Callable[[], Any]:
+    """Run a closure now. Called, the result gives what it returned, the first time, and then runs it again."""
+    losses = [closure()]
+
+    def evaluate() -> Any:
+        return losses.pop() if losses else closure()
+
+    return evaluate
 
 
 class ParameterUsage:

@@ -26,11 +26,12 @@ class IterationState(Enum):
     ABORTED = auto()  # thrown away
 
 
+_ENDS = {IterationState.LOST, IterationState.ABORTED}
 _NEXT = {
-    IterationState.COLLECTING: {IterationState.REDUCING, IterationState.STALLED},
-    IterationState.REDUCING: {IterationState.COLLECTING, IterationState.STALLED},
-    IterationState.STALLED: {IterationState.REDUCING, IterationState.COLLECTING},
-    IterationState.LOST: set(),
+    IterationState.COLLECTING: {IterationState.REDUCING, IterationState.STALLED, *_ENDS},
+    IterationState.REDUCING: {IterationState.COLLECTING, IterationState.STALLED, *_ENDS},
+    IterationState.STALLED: {IterationState.REDUCING, IterationState.COLLECTING, *_ENDS},
+    IterationState.LOST: {IterationState.ABORTED},
     IterationState.ABORTED: set(),
 }
 
@@ -93,7 +94,7 @@ class Iteration:
     @property
     def is_over(self) -> bool:
         """Whether nothing of it is of use any more."""
-        return self._state in (IterationState.LOST, IterationState.ABORTED)
+        return self._state in _ENDS
 
     @property
     def is_open(self) -> bool:
@@ -102,26 +103,21 @@ class Iteration:
         return sending and self.round is not None and not self.round.is_sent
 
     def become(self, state: IterationState) -> None:
-        """Change the state. Whoever is over stays so, because another rank may say that at any time."""
-        if self.is_over or state is self._state:
+        """Change the state. A lost one stays lost: that comes out in the midst of sending, whose end is no news."""
+        if state is self._state or (self._state is IterationState.LOST and state is not IterationState.ABORTED):
             return
         if state not in _NEXT[self._state]:
             raise AssertionError(f"an iteration that is {self._state} cannot become {state}")
         self._state = state
-
-    def lose(self) -> None:
-        """Another rank has aborted it."""
-        self._state = IterationState.LOST
-        self.arrived.clear()
-
-    def abort(self) -> None:
-        self._state = IterationState.ABORTED
+        if self.is_over:  # buckets under way still refer to it, and must not keep its gradients alive
+            self.arrived.clear()
+            self.round = None
 
     def continued(self) -> Iteration:
         """The next one, with the gradients that were not sent in this."""
         following = Iteration(self.number + 1)
         following.has_stepped = self.has_stepped
-        following.arrived, following.fresh = self.arrived, self.fresh
+        following.arrived, following.fresh = dict(self.arrived), set(self.fresh)
         return following
 
 
@@ -135,6 +131,7 @@ class InFlight:
     here: list[bool] | None  # for which parameters this rank had a gradient; None: for all
     divisor: int
     iteration: Iteration
+    number: int  # of the iteration when it was sent
     superseded: bool = False  # thrown away, or sent again
 
     @property

@@ -63,6 +63,9 @@ class ReducedGradients(GradientSource):
     def release(self) -> None:
         self._sharded.pieces.release_gradients()
 
+    def check(self) -> None:
+        self._sharded.check_still_trained()
+
     def stepped(self) -> None:
         self._reducer.iteration.has_stepped = True
 

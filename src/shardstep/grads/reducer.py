@@ -28,7 +28,7 @@ from shardstep.comm import collectives
 from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import Group
 from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
-from shardstep.grads.iteration import InFlight, Iteration
+from shardstep.grads.iteration import InFlight, Iteration, IterationState
 from shardstep.grads.reduce_scatter import BucketReduceScatter, ReduceScatter, slot_bytes
 from shardstep.grads.settings import ReduceSettings
 from shardstep.grads.shards import BucketShard, GradientShards
@@ -109,7 +109,7 @@ class GradientReducer:
     def start_iteration(self, iteration: Iteration) -> None:
         """A new iteration begins: what is under way belongs to an earlier one."""
         self.discard()
-        self.iteration.abort()
+        self.iteration.become(IterationState.ABORTED)
         self.iteration = iteration
 
     def discard(self) -> None:
@@ -167,7 +167,7 @@ class GradientReducer:
                 scatter = self._scatters[shard.bucket.position].start(source, header, slot, self._tag(shard))
             except RuntimeError as error:
                 raise self._failed(error) from error
-        self._in_flight.append(InFlight(shard, scatter, kept, here, divisor, self.iteration))
+        self._in_flight.append(InFlight(shard, scatter, kept, here, divisor, self.iteration, self.iteration.number))
 
     def _header(self, shard: BucketShard, kept: set[int], here: list[bool] | None) -> Tensor:
         """What is reported with a bucket: iteration, bucket, a byte per parameter."""
@@ -240,12 +240,12 @@ class GradientReducer:
         if sent.is_over or headers is None:
             self._keep_memory(sent.scatter)
             return
-        mine = sent.iteration.number % _NUMBERS
+        mine = sent.number % _NUMBERS
         ahead = [(number - mine) % _NUMBERS for number in headers[:, 0].tolist()]
         if any(0 < distance <= _NUMBERS // 2 for distance in ahead):
             self._keep_memory(sent.scatter)
             self.discard()
-            self.iteration.lose()
+            self.iteration.become(IterationState.LOST)
             return
         self.iteration.behind = [rank for rank, distance in enumerate(ahead) if distance]
         self.iteration.misses = 0 if any(ahead) else self.iteration.misses + 1

@@ -288,7 +288,8 @@ class BackwardScheduler:
 
     def catch_up(self, most_sent: int) -> None:
         """Send as many buckets as the rank that has sent most, and wait for all of them, to throw them away."""
-        self._replan()
+        if not self._plan.sequence:
+            self._replan()
         self._reducer.discard()
         sequence = self._plan.sequence
         while self._reducer.sent < most_sent:

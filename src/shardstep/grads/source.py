@@ -21,6 +21,8 @@ class StepGradients(ABC):
     updates and gathers, ``release``, ``stepped``.
     """
 
+    may_be_lazy = True  # whether all ranks know, without asking, that a step may leave gathers under way
+
     def check(self) -> None:
         """Raise if no step can be made of these gradients."""
         return
@@ -49,6 +51,7 @@ class GradientSource(StepGradients):
     """The gradients of one optimizer: for its steps, and for what users ask about gradients."""
 
     steps_in_backward = False  # whether the step has been made when backward is over
+    may_step_in_backward = False  # whether that is known only after the first backward
     calls_roll = False  # whether ranks without inputs are called to take part in backward (see join.py)
 
     def extend(self) -> None:

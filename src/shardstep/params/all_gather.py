@@ -30,7 +30,7 @@ class AllGatherHandle(NamedTuple):
 class BucketAllGather:
     """The gather of one bucket: pack what is small, send the rest from where it lies, unpack what arrived.
 
-    With ring everything is packed, into memory that the ranks share. Only pieces of active parameters take part.
+    With a ring everything is packed, into memory that the ranks share. Only pieces of active parameters take part.
     Made anew whenever the set of active parameters or the memory of one changes.
     """
 

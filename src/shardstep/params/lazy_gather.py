@@ -105,7 +105,8 @@ class LazyGathers:
             if self._failure is not None:  # that of another thread, for which this one has waited
                 raise self._failure
             positions = self._gathers.in_flight
-            if through is not None and through not in positions:  # another thread was faster
+            if through is not None and through not in positions:  # another thread was faster, or an error drained all
+                self._release(through)
                 return
             done = positions if through is None else positions[: positions.index(through) + 1]
             try:

@@ -1,29 +1,41 @@
 """How far the steps of one optimizer have come on this rank, as a state machine.
 
 A step that failed leaves state and parameters half updated. If all ranks failed at the same place, the next step may go
-on; if a gather failed, what the ranks have sent each other is unknown, and nothing goes on.
+on; if a gather failed, what the ranks have sent each other is unknown, and nothing goes on. A closure may call ``step``
+itself, as in plain torch: then one step is inside another.
 """
 
 from __future__ import annotations
 
 from enum import Enum, auto
+from typing import Any
 
 
 class StepState(Enum):
     READY = auto()  # between steps
-    STEPPING = auto()  # in one, or it did not come to its end
+    STEPPING = auto()
+    FAILED = auto()  # the last one did not come to its end
     BROKEN = auto()  # a gather failed
 
 
+_NEXT = {
+    StepState.READY: {StepState.STEPPING, StepState.BROKEN},  # a lazy gather fails between steps
+    StepState.STEPPING: {StepState.STEPPING, StepState.READY, StepState.FAILED, StepState.BROKEN},
+    StepState.FAILED: {StepState.STEPPING, StepState.FAILED, StepState.BROKEN},
+    StepState.BROKEN: {StepState.BROKEN},
+}
+
+
 class Progress:
-    """The state of one optimizer's steps, and how often its state has changed."""
+    """The state of one optimizer's steps, and what was collected of its state since it last changed."""
 
     def __init__(self) -> None:
         self._state = StepState.READY
         self._reason = ""
+        self._depth = 0  # of steps inside of one another
         self.has_state = False  # whether any rank may hold optimizer state
         self.gathers_started = 0  # so far: after a failure the ranks compare it
-        self.version = 0  # counts changes of the state: what was collected at another version is stale
+        self.collected: Any = None  # the full state, until it changes
 
     @property
     def failure(self) -> str:
@@ -37,23 +49,31 @@ class Progress:
 
     def begin(self) -> None:
         """A step begins, perhaps after one that failed everywhere alike."""
-        self._expect(StepState.READY, StepState.STEPPING)
-        self._state, self._reason = StepState.STEPPING, ""
+        self._become(StepState.STEPPING)
+        self._depth += 1
 
     def end(self) -> None:
         """The step came to its end."""
-        self._expect(StepState.STEPPING)
-        self._state = StepState.READY
+        self._depth -= 1
+        if self._depth == 0 or self._state is not StepState.STEPPING:
+            self._become(StepState.READY)
+
+    def fail(self) -> None:
+        """The step, and any that it is inside of, did not come to its end."""
+        self._depth = 0
+        if self._state is not StepState.BROKEN:
+            self._become(StepState.FAILED)
 
     def break_off(self, reason: str) -> None:
         """The parameters could not be gathered. (With lazy gathers that is found out between steps.)"""
-        self._state, self._reason = StepState.BROKEN, reason
+        self._become(StepState.BROKEN)
+        self._reason = reason
 
     def changed(self, has_state: bool = True) -> None:
-        """The optimizer's state is another one now."""
-        self.version += 1
-        self.has_state = has_state
+        """The optimizer's state is another one now: what was collected is stale, and its memory is freed."""
+        self.collected, self.has_state = None, has_state
 
-    def _expect(self, *states: StepState) -> None:
-        if self._state not in states:
-            raise AssertionError(f"expects a step that is {states} but it is {self._state}")
+    def _become(self, state: StepState) -> None:
+        if state not in _NEXT[self._state]:
+            raise AssertionError(f"a step that is {self._state} cannot become {state}")
+        self._state = state

@@ -25,7 +25,7 @@ class Arrival(NamedTuple):
 
 
 class Staging:
-    """The small pieces of a bucket (with ring: all of them), packed into one buffer, rank by rank.
+    """The small pieces of a bucket (with shared memory: all of them), packed into one buffer, rank by rank.
 
     Packing and unpacking are a few calls each, by sizes: no Python work per piece, and no views of the buffer to keep.
     """

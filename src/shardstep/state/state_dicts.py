@@ -137,7 +137,7 @@ class ShardedOptimizer(Optimizer):
         else:
             entries = named.sharded_states(sharded, self.optim, blanks=True)
             states = {index: entries.get(index, {}) for index in sharded.params}
-        return plain.plain_form(self.param_groups, Snapshot(0, (self.rank,), states), self.rank)
+        return plain.plain_form(self.param_groups, Snapshot((self.rank,), states), self.rank)
 
     def sharded_state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
         """The state by parameter name, in pieces, for ``torch.distributed.checkpoint``: to save, or to load into.

@@ -14,9 +14,8 @@ from shardstep.state.view import StateView
 
 
 class Snapshot(NamedTuple):
-    """The full state, collected. Stale as soon as anything changes."""
+    """The full state, collected. Forgotten as soon as anything changes."""
 
-    version: int  # of the state, see Progress
     to: tuple[int, ...]  # the ranks that have it, in the order in which they got it
     states: dict[Any, Any]  # by parameter index; empty unless this rank has it
 
@@ -34,7 +33,6 @@ class Status:
 
     def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._snapshot: Snapshot | None = None
         self.recipient = 0  # the rank that collected the state last, and so will save it
         self.view: StateView | None = None
         self.saves: dict[str, Any] = {}  # what shardstep.checkpoint keeps about the optimizer
@@ -42,8 +40,7 @@ class Status:
     @property
     def snapshot(self) -> Snapshot | None:
         """The full state, unless it has changed since it was collected."""
-        fresh = self._snapshot is not None and self._snapshot.version == self._progress.version
-        return self._snapshot if fresh else None
+        return self._progress.collected
 
     @property
     def has_state(self) -> bool:
@@ -52,7 +49,6 @@ class Status:
 
     def changed(self, has_state: bool = True) -> None:
         """The state has changed: what was collected is stale."""
-        self._snapshot = None
         self._progress.changed(has_state)
 
     def forget(self) -> None:
@@ -62,9 +58,9 @@ class Status:
 
     def collected(self, to: int, states: dict[Any, Any]) -> None:
         """Rank ``to`` has the full state. Ranks that collected the same state before keep theirs."""
-        before = self.snapshot or Snapshot(self._progress.version, (), {})
+        before = self.snapshot or Snapshot((), {})
         ranks = (*(rank for rank in before.to if rank != to), to)
-        self._snapshot = Snapshot(self._progress.version, ranks, states or before.states)
+        self._progress.collected = Snapshot(ranks, states or before.states)
         self.recipient = to
 
     def portable(self) -> PortableStatus:
@@ -72,6 +68,5 @@ class Status:
 
     def restore(self, status: PortableStatus) -> None:
         """After copy or pickle."""
-        self._progress.has_state, self.recipient = status.has_state, status.recipient
-        if status.snapshot is not None:
-            self._snapshot = status.snapshot._replace(version=self._progress.version)
+        self._progress.has_state, self._progress.collected = status.has_state, status.snapshot
+        self.recipient = status.recipient
