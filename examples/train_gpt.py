@@ -299,7 +299,7 @@ def generate(model: nn.Module, args: Namespace, device: torch.device) -> str:
 
 
 def pick_device() -> torch.device:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or torch.accelerator.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
         return torch.device("cpu")
     index = int(os.environ["LOCAL_RANK"])

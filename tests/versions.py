@@ -16,6 +16,13 @@ needs_copies_of_async_save = pytest.mark.skipif(
     reason=f"dcp.async_save of torch {torch.__version__} copies no tensor that is on the CPU: they change meanwhile",
 )
 
+needs_complex_ddp = pytest.mark.skipif(
+    torch.__version__ < "2.9", reason=f"DDP of torch {torch.__version__} with gloo takes no complex parameters"
+)
+needs_adagrad_that_grows = pytest.mark.skipif(
+    torch.__version__ < "2.9", reason=f"Adagrad of torch {torch.__version__} makes no state for groups added later"
+)
+
 
 def with_muon_if_there(names: Iterable[str]) -> list[Any]:
     """For ``parametrize``: the cases of Muon are skipped if there is none."""

@@ -23,6 +23,7 @@ from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_ze
 from tests.harness import run_ranks
 from tests.oracle import error_of, values_of
 from tests.surroundings import choose
+from tests.versions import needs_complex_ddp
 
 CLOSE = {"rtol": 1e-12, "atol": 1e-14}
 ORDERS = [1, 2, 3, math.inf, 2.0, "inf", 0.5]
@@ -368,6 +369,7 @@ def mixed_dtypes(rank: int, world: int) -> None:
                 theirs.data.copy_(mine.data)
 
 
+@needs_complex_ddp
 def test_mixed_dtypes_and_complex_gradients_are_clipped_by_one_norm():
     run_ranks(mixed_dtypes, 2, timeout=60, pg_timeout=20)
 

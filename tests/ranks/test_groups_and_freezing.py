@@ -14,6 +14,7 @@ from shardstep import ZeroRedundancyOptimizer
 from shardstep.comm import collectives
 from tests.harness import run_ranks
 from tests.twins import Twins, assert_same, parameters, values
+from tests.versions import needs_adagrad_that_grows
 
 SHAPES = [(7, 5), (5,), (3, 2, 2), (11, 3), (1,)]
 MODES = [(shard, views) for shard in ("tensor", "element") for views in (False, True)]
@@ -119,6 +120,7 @@ def _other_forms(rank, world_size):
     eager.check()
 
 
+@needs_adagrad_that_grows
 def test_a_group_may_be_added_in_every_form():
     run_ranks(_other_forms, 3)
 

@@ -36,7 +36,7 @@ def calls_of(function: Callable[[], Any]) -> Counter[str]:
 
     def count(frame: Any, event: str, argument: Any) -> None:
         if event == "call":
-            calls[frame.f_code.co_qualname] += 1
+            calls[frame.f_code.co_name] += 1  # (co_qualname: Python 3.11)
         elif event == "c_call":
             calls[getattr(argument, "__qualname__", repr(argument))] += 1
 
