@@ -393,6 +393,7 @@ def in_a_subgroup(rank: int, world: int, hook: str, way: str) -> None:
             others += [dist.new_group([1, 2], use_local_synchronization=True) for _ in range(2)]
         if rank == 1:
             others += [dist.new_group([1], use_local_synchronization=True) for _ in range(2)]
+        dist.barrier()  # a rank that is done must not leave while others still connect to it
     if rank not in members:
         return
     for static, find_unused, cap in ((False, False, SMALL_CAP), (True, False, 25), (False, True, SMALL_CAP)):
