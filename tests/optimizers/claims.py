@@ -173,7 +173,7 @@ def finding_of(optimizer: ZeroRedundancyOptimizer) -> Finding:
     return {
         "cut": [spec.granularity == "element" for spec in sharded.layout.specs],
         "reasons": sorted({verdict.reason for verdict in sharded.builder._verdicts if verdict.reason}),
-        "splits": sharded.splits,
+        "splits": sharded.plan.owns_active and sharded.builder.splittable,
     }
 
 
