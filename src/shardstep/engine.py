@@ -170,17 +170,19 @@ class Engine:
         source.release()
 
     def switch(self, mode: str, param_groups: ParamGroups) -> None:
-        """Collective. Call ``train`` or ``eval`` of the local optimizer, which changes the parameters that it owns."""
+        """Collective. Call ``train`` or ``eval`` of the local optimizer, which changes the parameters that it owns.
+
+        A step that failed before counts as failed afterwards: this completes nothing.
+        """
+        self._check_not_broken(mode)
         self.wait_for_parameters()
         self.notice_changes()
         copy_options(param_groups, self.optimizer.param_groups)
-        self.progress.begin()
         step = Step(self)
         step.update = getattr(self.optimizer, mode)
         with step.failing_together(mode):
             step.finish()
         copy_options(self.optimizer.param_groups, param_groups, self.sharded.builder.notes)
-        self.progress.end()
 
     def update_all(self, closure: Closure | None = None, kwargs: dict[str, Any] | None = None) -> Any:
         """One step of the local optimizer over everything. Its step need not know closures unless there is one."""
@@ -228,14 +230,17 @@ class Engine:
 
     def _check_last_step(self) -> None:
         """After a step that failed: did the others fail with us, at the same place? Then it can go on."""
-        if self.progress.is_broken:
-            raise RuntimeError(
-                "step expects a process group in which all ranks are at the same place, but an earlier step failed "
-                f"({self.progress.failure}). Start the processes again, from a checkpoint."
-            )
+        self._check_not_broken("step")
         if self.progress.failure:
             started = {"started": str(self.progress.gathers_started)}
             self.consensus.check_equal("step (the previous one failed)", [("gathers", started)])
+
+    def _check_not_broken(self, call: str) -> None:
+        if self.progress.is_broken:
+            raise RuntimeError(
+                f"{call} expects a process group in which all ranks are at the same place, but an earlier step failed "
+                f"({self.progress.failure}). Start the processes again, from a checkpoint."
+            )
 
     def _evaluation(self, closure: Closure, source: StepGradients, param_groups: ParamGroups) -> Closure:
         """The closure for the local optimizer: its pieces get their slices of the gradients it computes."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step
+from shardstep import ZeroRedundancyOptimizer, checkpoint, hook_with_zero_step
 from shardstep.grads import scheduler
 from tests.harness import run_ranks
 
@@ -107,6 +108,47 @@ def step_inside_a_step(rank: int, world: int) -> None:
 
 def test_a_closure_may_step_itself_as_in_plain_torch():
     run_ranks(step_inside_a_step, 2)
+
+
+class Switches(torch.optim.SGD):
+    """Has train and eval, as schedule-free optimizers do, and fails when told to."""
+
+    fails = False
+
+    def step(self, closure=None):
+        if Switches.fails:
+            raise ArithmeticError("told to fail")
+        return super().step(closure)
+
+    def train(self) -> None:
+        pass
+
+    def eval(self) -> None:
+        pass
+
+
+def switch_after_a_failure(rank: int, world: int, folder: Path) -> None:
+    model = make_model()
+    opt = ZeroRedundancyOptimizer(model.parameters(), Switches, lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    Switches.fails = True
+    with pytest.raises(ArithmeticError):
+        opt.step()
+    opt.eval()
+    with pytest.raises(RuntimeError, match="expects an optimizer whose last step was completed"):
+        checkpoint.save(folder / "c", opt, model)
+    Switches.fails = False
+    opt.train()
+    opt.step()
+    checkpoint.save(folder / "c", opt, model)
+    opt.engine.progress.break_off("a gather failed")
+    with pytest.raises(RuntimeError, match=r"eval expects a process group .* Start the processes again"):
+        opt.eval()
+
+
+def test_train_and_eval_complete_no_step_that_failed_before(tmp_path):
+    run_ranks(switch_after_a_failure, 2, tmp_path)
 
 
 def collected_state_after_a_step(rank: int, world: int) -> int:

@@ -38,6 +38,15 @@ def test_a_step_inside_another_one_does_not_end_it():
     assert progress.failure == ""
 
 
+def test_a_step_inside_of_which_one_failed_has_failed():
+    progress = Progress()
+    progress.begin()
+    progress.begin()
+    progress.fail()
+    progress.end()
+    assert progress.failure == "it did not end"
+
+
 def test_a_step_that_was_not_begun_cannot_end():
     with pytest.raises(AssertionError, match="READY"):
         Progress().end()

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardstep.comm.codec import dtype_name, option_text
+from shardstep.comm.codec import dtype_name
 from shardstep.layout.specs import ParamSpec
-from shardstep.params.local_optimizer import options_of
+from shardstep.params.option_facts import option_texts
 
 GRANULARITIES = ("auto", "element", "tensor")
 
@@ -183,11 +183,7 @@ def _device_labels(params: Iterable[Tensor]) -> dict[torch.device, str]:
 def facts_of(groups: Sequence[Mapping[str, Any]], specs: Iterable[ParamSpec]) -> list[tuple[str, dict[str, str]]]:
     """What must be the same on every rank: options per group, then parameters one by one."""
     facts = [
-        (
-            f"parameter group {position}",
-            {"parameters": str(len(group["params"]))}
-            | {key: option_text(value) for key, value in sorted(options_of(dict(group)).items())},
-        )
+        (f"parameter group {position}", {"parameters": str(len(group["params"])), **option_texts(group)})
         for position, group in enumerate(groups)
     ]
     for spec in specs:

@@ -19,7 +19,8 @@ class StepState(Enum):
 
 
 _NEXT = {
-    StepState.READY: {StepState.STEPPING, StepState.BROKEN},  # a lazy gather fails between steps
+    # Between steps a lazy gather may fail, or train() or eval() of the optimizer.
+    StepState.READY: {StepState.STEPPING, StepState.FAILED, StepState.BROKEN},
     StepState.STEPPING: {StepState.STEPPING, StepState.READY, StepState.FAILED, StepState.BROKEN},
     StepState.FAILED: {StepState.STEPPING, StepState.FAILED, StepState.BROKEN},
     StepState.BROKEN: {StepState.BROKEN},
@@ -53,9 +54,11 @@ class Progress:
         self._depth += 1
 
     def end(self) -> None:
-        """The step came to its end."""
+        """The step came to its end. If one inside of it failed, and the closure went on, this one failed, too."""
+        if self._state is StepState.FAILED:
+            return
         self._depth -= 1
-        if self._depth == 0 or self._state is not StepState.STEPPING:
+        if self._depth <= 0:
             self._become(StepState.READY)
 
     def fail(self) -> None:

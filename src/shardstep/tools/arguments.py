@@ -112,7 +112,7 @@ def _check_readable(path: Path) -> None:
     except PermissionError:
         raise ValueError(f"{path} cannot be read: permission denied. Check its permissions.") from None
     except OSError:
-        pass
+        return  # whoever reads it says more than could be said here
 
 
 def _may_be_checkpoint(names: list[str]) -> bool:
