@@ -7,11 +7,9 @@ With ``shard_gradients`` it also takes part in their reductions, with nothing to
 
 from __future__ import annotations
 
-import struct
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from enum import IntEnum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -21,41 +19,11 @@ from shardstep.comm import collectives
 from shardstep.comm.codec import decode, dtype_name, dtype_of, encode
 from shardstep.comm.process_group import Group
 from shardstep.engine import Engine
-from shardstep.grads.attendance import JoinEnded, Roll
-from shardstep.grads.reduced_gradients import ReducedGradients
+from shardstep.grads.attendance import Activity, Call, JoinEnded, Roll
 from shardstep.grads.source import GradientSource, StepGradients
 from shardstep.layout.specs import Layout
 from shardstep.params.local_optimizer import options_of
 from shardstep.params.sharded_parameters import ShardedParameters
-
-
-class Activity(IntEnum):
-    """What a rank does now."""
-
-    JOINED = 0  # nothing of its own
-    STEP = 1
-    ROUND = 2  # of reductions
-    CLIP = 3
-    UNSCALE = 4
-
-
-class Call(NamedTuple):
-    """What one rank does now, as whole numbers."""
-
-    kind: int
-    iteration: int = 0  # of a round, see grads/iteration.py
-    aborted: int = 0
-    sent: int = 0
-    first: int = 0  # arguments, as the bits of floats
-    second: int = 0
-
-    @classmethod
-    def of(cls, kind: Activity, first: float, second: float) -> Call:
-        return cls(kind, 0, 0, 0, *struct.unpack("qq", struct.pack("dd", first, second)))
-
-    @property
-    def arguments(self) -> tuple[float, float]:
-        return struct.unpack("dd", struct.pack("qq", self.first, self.second))  # type: ignore[return-value]
 
 
 class Uneven(Protocol):
@@ -148,23 +116,15 @@ class Shadow(JoinHook):
         source = self._optimizer.engine.source
         if source.steps_in_backward:  # DDP's shadow calls the hook
             return
-        reduced = source if isinstance(source, ReducedGradients) else None
-        everyone = self._attendance.meet(Call(Activity.JOINED, sent=reduced.sent if reduced is not None else 0))
+        everyone = self._attendance.meet(Call(Activity.JOINED, sent=source.sent))
         call = next((call for call in everyone if call.kind != Activity.JOINED), Call(Activity.JOINED))
-        if reduced is None or call.kind in (Activity.JOINED, Activity.STEP):
+        if call.kind in (Activity.JOINED, Activity.STEP):
             self._step(source, everyone)
-        elif call.kind == Activity.ROUND:
-            reduced.shadow_round(self._attendance.roll_of(everyone))
-        elif call.kind == Activity.CLIP:
-            max_norm, order = call.arguments
-            reduced.clip_announced(self._params, max_norm, order, error_if_nonfinite=False)
         else:
-            self._unscale(reduced, *call.arguments)
+            source.take_part(call, self._attendance.roll_of(everyone), self._params)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        source = self._optimizer.engine.source
-        if isinstance(source, ReducedGradients):
-            source.leave_join()
+        self._optimizer.engine.source.leave_join()
 
     @property
     def _params(self) -> list[Tensor]:
@@ -176,11 +136,6 @@ class Shadow(JoinHook):
         engine.step(self._optimizer.param_groups, source=borrowed)
         if engine.sharded.builder.consumes:
             self._optimizer.zero_grad()
-
-    def _unscale(self, reduced: ReducedGradients, scale: float, index: float) -> None:
-        like = self._optimizer.engine.sharded.params[int(index)]
-        inverse_scale = torch.tensor(scale, dtype=torch.float32, device=like.device)
-        reduced.unscale_announced(like, torch.zeros(1, device=like.device), inverse_scale)
 
 
 class LentGradients(StepGradients):

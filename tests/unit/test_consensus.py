@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import random
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardstep.comm.consensus import first_difference
+from shardstep.comm.consensus import RankConsensus, RankFailed, first_difference
+from shardstep.comm.process_group import Group
 
 
 def facts(*rows):
@@ -114,13 +118,6 @@ def test_every_rank_appears_once_and_what_is_named_is_what_it_stated(opinions, s
 
 def test_a_failure_is_not_replaced_by_that_of_a_store_that_is_gone():
     """The host of the store may be the first to die; the user has to see what happened, not that nobody can be told."""
-    from types import SimpleNamespace
-
-    import torch.distributed as dist
-
-    from shardstep.comm.consensus import RankConsensus
-    from shardstep.comm.process_group import Group
-
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
     group = Group(SimpleNamespace(get_group_store=lambda: client), 0, 2, 0, {"cpu": "gloo"})
@@ -131,3 +128,14 @@ def test_a_failure_is_not_replaced_by_that_of_a_store_that_is_gone():
     with pytest.raises(RuntimeError):
         client.add("is anybody there", 1)
     consensus.report_failure("step", ValueError("the real one"))
+
+
+def test_a_rank_that_said_why_it_failed_but_gave_no_verdict_is_quoted_not_counted_as_present():
+    """The waiting rank's time ends between the two writes of the failing one."""
+    store = dist.HashStore()
+    backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=0.2)))
+    raw = SimpleNamespace(get_group_store=lambda: store, _get_backend=lambda device: backend)
+    failing, waiting = (RankConsensus(Group(raw, rank, 3, rank, {"cpu": "gloo"})) for rank in (1, 2))
+    failing._enter("step", {"error": "ValueError: no", "kind": "ValueError"})
+    with pytest.raises(RankFailed, match="rank 1 did not call it: it was in step, which failed there: ValueError: no"):
+        waiting.check_equal("add_param_group", [])

@@ -224,21 +224,25 @@ class RankConsensus:
             self._publish(self._decide())
 
     def _decide(self) -> dict:
-        ranks_by_digest: dict[str, list[int]] = {}
+        store, ranks_by_digest, absent = self.group.store, {}, []
         for rank in range(self.group.world_size):
-            entry = json.loads(self.group.store.get(self._key(f"entered/{rank}")))
-            if "error" in entry:
+            key = self._key(f"entered/{rank}")
+            if not store.check([key]):
+                absent.append(rank)
+                continue
+            entry = json.loads(store.get(key))
+            if "error" in entry:  # says more than who is absent
                 return {"failed": [rank, entry["call"], entry["error"], entry["kind"]]}
             ranks_by_digest.setdefault(entry["digest"], []).append(rank)
+        if absent:
+            return {"absent": absent}
         return {"digests": ranks_by_digest if len(ranks_by_digest) > 1 else {}}
 
     def _await_verdict(self) -> dict:
-        if not self._wait("verdict", self.group.timeout):
-            entered = [self.group.store.check([self._key(f"entered/{r}")]) for r in range(self.group.world_size)]
-            if all(entered):  # the last one came this very moment, or died before it decided: decide for it
-                return self._publish(self._decide())
-            return self._publish({"absent": [rank for rank, here in enumerate(entered) if not here]})
-        return json.loads(self.group.store.get(self._key("verdict")))
+        if self._wait("verdict", self.group.timeout):
+            return json.loads(self.group.store.get(self._key("verdict")))
+        # Whoever came this very moment, or died before it decided, may still owe the verdict: give it here.
+        return self._publish(self._decide())
 
     def _publish(self, verdict: dict) -> dict:
         """The first verdict counts, for everybody; return that."""

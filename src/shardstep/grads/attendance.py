@@ -2,7 +2,38 @@
 
 from __future__ import annotations
 
+import struct
+from enum import IntEnum
 from typing import NamedTuple, Protocol
+
+
+class Activity(IntEnum):
+    """What a rank does now."""
+
+    JOINED = 0  # nothing of its own
+    STEP = 1
+    ROUND = 2  # of reductions
+    CLIP = 3
+    UNSCALE = 4
+
+
+class Call(NamedTuple):
+    """What one rank does now, as whole numbers."""
+
+    kind: int
+    iteration: int = 0  # of a round, see iteration.py
+    aborted: int = 0
+    sent: int = 0
+    first: int = 0  # arguments, as the bits of floats
+    second: int = 0
+
+    @classmethod
+    def of(cls, kind: Activity, first: float, second: float) -> Call:
+        return cls(kind, 0, 0, 0, *struct.unpack("qq", struct.pack("dd", first, second)))
+
+    @property
+    def arguments(self) -> tuple[float, float]:
+        return struct.unpack("dd", struct.pack("qq", self.first, self.second))  # type: ignore[return-value]
 
 
 class Roll(NamedTuple):

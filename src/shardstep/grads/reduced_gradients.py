@@ -18,7 +18,7 @@ from shardstep.comm.checked_gather import CheckedGather
 from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import open_side_group
 from shardstep.grads import clipping
-from shardstep.grads.attendance import Attendance, Roll
+from shardstep.grads.attendance import Activity, Attendance, Call, Roll
 from shardstep.grads.norms import norm_over_ranks, wide_dtype
 from shardstep.grads.reducer import GradientReducer
 from shardstep.grads.scheduler import BackwardScheduler
@@ -100,12 +100,9 @@ class ReducedGradients(GradientSource):
     def clip(self, params: Sequence[Tensor], max_norm: float, order: float, error_if_nonfinite: bool) -> Tensor:
         self.complete()
         self._attendance.announce_clipping(max_norm, order)
-        return self.clip_announced(params, max_norm, order, error_if_nonfinite)
+        return self._clip(params, max_norm, order, error_if_nonfinite)
 
-    def clip_announced(
-        self, params: Sequence[Tensor], max_norm: float, order: float, error_if_nonfinite: bool
-    ) -> Tensor:
-        """Collective. ``clip``, of which ranks that have joined know."""
+    def _clip(self, params: Sequence[Tensor], max_norm: float, order: float, error_if_nonfinite: bool) -> Tensor:
         gradients = self._shards.tensors()
         device = params[0].device if params else torch.device("cpu")
         norm = norm_over_ranks(self._ranks, "clip_grad_norm_", gradients, order, device, wide_dtype(params))
@@ -166,10 +163,9 @@ class ReducedGradients(GradientSource):
         """Collective. Multiply all shards of ``like``'s device and dtype; tell every rank if any has an inf or nan."""
         if self._attendance.is_uneven:
             self._attendance.announce_unscaling(float(inverse_scale), self._shards.index_of(like))
-        self.unscale_announced(like, found_inf, inverse_scale)
+        self._unscale(like, found_inf, inverse_scale)
 
-    def unscale_announced(self, like: Tensor, found_inf: Tensor, inverse_scale: Tensor) -> None:
-        """Collective. ``unscale``, of which ranks that have joined know."""
+    def _unscale(self, like: Tensor, found_inf: Tensor, inverse_scale: Tensor) -> None:
         # All shards of this kind, not only those asked for: a rank may not have known of gradients that others had.
         shards = self._shards.tensors(like)
         if shards:
@@ -181,15 +177,21 @@ class ReducedGradients(GradientSource):
 
     @property
     def sent(self) -> int:
-        """How many buckets this rank has sent so far."""
         return self._reducer.sent
 
-    def shadow_round(self, roll: Roll) -> None:
-        """Collective. Take part in a round of the ranks that have inputs, with nothing to add."""
-        self._scheduler.shadow(roll)
+    def take_part(self, call: Call, roll: Roll, params: Sequence[Tensor]) -> None:
+        first, second = call.arguments
+        if call.kind == Activity.ROUND:
+            self._scheduler.shadow(roll)
+        elif call.kind == Activity.CLIP:
+            self._clip(params, first, second, error_if_nonfinite=False)
+        else:
+            like = self._sharded.params[int(second)]
+            scale = torch.tensor(first, dtype=torch.float32, device=like.device)
+            self._unscale(like, torch.zeros(1, device=like.device), scale)
 
     def leave_join(self) -> None:
-        """Collective. All ranks have run out of inputs, after different numbers of iterations: count on from one."""
+        # After different numbers of iterations: all count on from the same one.
         iteration = self._reducer.iteration
         numbers = collectives.all_gather_ints(self._group, [iteration.number])
         iteration.number = max(row[0] for row in numbers)

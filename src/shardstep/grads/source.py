@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from shardstep.grads.attendance import Call, Roll
+
 
 class StepGradients(ABC):
     """The gradients of a step, as the engine sees them.
@@ -82,6 +84,23 @@ class GradientSource(StepGradients):
     @abstractmethod
     def full(self, index: int) -> Tensor | None:
         """The whole reduced gradient of a parameter; None if it has none."""
+
+    # --- for ranks that have run out of inputs, see join.py ---------------------------------------------------------
+
+    @property
+    def sent(self) -> int:
+        """How many buckets this rank has sent so far."""
+        return 0
+
+    def take_part(self, call: Call, roll: Roll, params: Sequence[Tensor]) -> None:
+        """Collective. Do on a rank without inputs what the others do now, which is no step."""
+        raise AssertionError(f"nobody announces {call} to {type(self).__name__}")
+
+    def leave_join(self) -> None:
+        """Collective. All ranks have run out of inputs."""
+        return
+
+    # --- other questions --------------------------------------------------------------------------------------------
 
     def tensors(self) -> list[Tensor]:
         """The gradients that are kept elsewhere than on the parameters."""
