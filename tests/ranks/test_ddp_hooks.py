@@ -395,6 +395,7 @@ def delayed_iterations(rank: int, world: int, hook: str, count: int, find_unused
     twins.check()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [80, pytest.param(300, marks=pytest.mark.again)])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_iterations_with_random_delays_on_every_rank_neither_hang_nor_differ(hook, count):
