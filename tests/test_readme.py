@@ -1,4 +1,4 @@
-"""README's table of memory: its sums are right, and our rows are what eight real ranks hold."""
+"""README answers in the order in which a visitor asks, and its table of memory is what real ranks hold."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
 
-README = (Path(__file__).parent.parent / "README.md").read_text()
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 ROW = re.compile(r"^\| (.+?) \| ([\d/ +]+) = ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
 RANKS = 8
 
@@ -67,3 +68,24 @@ def test_our_rows_are_what_eight_ranks_hold() -> None:
 def test_the_table_has_every_rival() -> None:
     names = " ".join(row.name for row in ROWS)
     assert all(rival in names for rival in ("DDP, float32", "FSDP2", "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2"))
+
+
+SECTIONS = ["Status", "Install", "Example", "Three ways for gradients to arrive", "Memory", "When to use something else"]
+SECTIONS += ["Checkpoints", "Measured", "Limits", "Links"]
+
+
+def test_the_order_is_that_of_a_visitors_questions_and_the_first_screen_says_what_was_not_run() -> None:
+    assert re.findall(r"^## (.*)$", README, re.MULTILINE) == SECTIONS
+    assert "Not yet run on a GPU." in "\n".join(README.splitlines()[:25])
+
+
+def test_there_are_ten_limits_at_most() -> None:
+    limits = README[README.index("## Limits") : README.index("## Links")]
+    assert 1 <= len(re.findall(r"^(?:\d+\.|-) ", limits, re.MULTILINE)) <= 10
+
+
+def test_relative_links_lead_to_files() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
+    assert len(links) > 10
+    for link in links:
+        assert (ROOT / link).exists(), link
