@@ -115,6 +115,7 @@ def shares_of(printed: str, what: str) -> list[float]:
     return [float(held) for held in re.findall(rf"^rank \d: .*{what} ([\d.]+) MB", printed, flags=re.MULTILINE)]
 
 
+@pytest.mark.timeout(300)  # three jobs; 95 s with eight busy processes per core
 def test_the_main_job_goes_on_after_an_interrupt_on_other_ranks_and_ends_where_sharded_gradients_end(
     tmp_path: Path,
 ) -> None:
@@ -126,13 +127,13 @@ def test_the_main_job_goes_on_after_an_interrupt_on_other_ranks_and_ends_where_s
     """
     run = tmp_path / "gpt-96x2x4-seed0"
     arguments = [*TRAINING, "--save-every", "4", "--checkpoints", str(tmp_path)]
-    printed, errors = interrupt(2, arguments, once=run / "step-000008")
+    printed, errors = interrupt(2, arguments, once=run / "step-000004")
     # One line, of one rank. What else is said is torchrun's.
     (told,) = re.findall(r"^Interrupted\. (.*)$", printed, flags=re.MULTILINE)
     saved = re.fullmatch(r"Saved last: (.*/step-(\d{6}))\. The same command goes on from there\.", told)
     assert saved, told
     assert 'train_gpt.py", line' not in errors, errors
-    assert 8 <= int(saved[2]) < STEPS, printed
+    assert 4 <= int(saved[2]) < STEPS, printed
 
     printed = torchrun(3, "examples/train_gpt.py", *arguments, cwd=ROOT)
     assert f"resumed from {saved[1]}, step {int(saved[2])} of {STEPS} (--fresh starts over)" in printed
