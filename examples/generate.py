@@ -2,20 +2,16 @@
 
     python examples/generate.py --prompt "def "
 
-A checkpoint is a directory of torch.distributed.checkpoint (DCP), whoever and however many wrote it. Only the model is
-read, not the optimizer's state. The reader and planner of shardstep check what they read and run no code from it.
+However many ranks wrote it. Only the model is read, not the optimizer's state.
 """
 
 from __future__ import annotations
 
 import sys
-import warnings
 from argparse import ArgumentDefaultsHelpFormatter, ArgumentParser
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from byte_gpt import byte_gpt
@@ -30,13 +26,6 @@ def newest_in(folder: Path) -> Path:
         print(f"no checkpoint in {folder}; train_gpt.py makes some", file=sys.stderr)
         sys.exit(2)
     return max(found, key=lambda path: path.stat().st_mtime)
-
-
-def read_into(form: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Read those entries of a checkpoint that ``form`` has, into its tensors and in place of its other values."""
-    warnings.filterwarnings("ignore", ".*assuming the intent is to load in a single process")  # it is
-    dcp.load(form, storage_reader=checkpoint.Reader(path), planner=checkpoint.SafeLoadPlanner())
-    return form
 
 
 @torch.no_grad()
@@ -59,11 +48,10 @@ def main() -> None:
     args = parser.parse_args()
 
     path = newest_in(args.checkpoints)
-    # What the training saved as ``extra`` says which model it is.
-    extra = read_into({"extra": {"step": None, "sizes": None}}, path)["extra"]
+    extra = checkpoint.load_extra(path)  # where the training has written which model it is
     context = extra["sizes"].pop("context")
     model = byte_gpt(**extra["sizes"])
-    read_into({"model": model.state_dict()}, path)
+    checkpoint.load_model(path, model)
     print(f"{path}, step {extra['step']}:\n")
     print(continued(model, args.prompt, args.length, context, args.temperature, args.seed))
 

@@ -26,7 +26,7 @@ from typing import Any
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from shardstep.checkpoint import claims, inspection, save_job
+from shardstep.checkpoint import claims, inspection, model_only, save_job
 from shardstep.checkpoint.adapter import OptimizerAdapter, adapter_of
 from shardstep.checkpoint.claims import Claim
 from shardstep.checkpoint.contribution import Contribution, contribution_of
@@ -41,7 +41,19 @@ from shardstep.checkpoint.storage.reader import Reader, SafeLoadPlanner
 from shardstep.comm import collectives
 from shardstep.params.option_facts import option_facts
 
-__all__ = ["CheckpointError", "Reader", "SafeLoadPlanner", "SaveHandle", "latest", "load", "resume", "save", "verify"]
+__all__ = [
+    "CheckpointError",
+    "Reader",
+    "SafeLoadPlanner",
+    "SaveHandle",
+    "latest",
+    "load",
+    "load_extra",
+    "load_model",
+    "resume",
+    "save",
+    "verify",
+]
 
 
 def save(
@@ -112,6 +124,27 @@ def load(
         What was saved as ``extra``.
     """
     return LoadJob(_path_of(directory), adapter_of(optimizer), model, strict).run()
+
+
+def load_model(directory: str | os.PathLike, model: Module, strict: bool = True) -> None:
+    """Load the model of a checkpoint, without its optimizer: to evaluate, to serve, to fine-tune.
+
+    Not collective, and needs no process group: a process that calls it reads for itself. If it fails, nothing is
+    changed.
+
+    Args:
+        model: wrapped (DDP, ``torch.compile``) or not.
+        strict: ValueError, which lists them, if names or shapes differ. Otherwise what fits is loaded, with a warning.
+    """
+    model_only.read_model(_path_of(directory), model, strict)
+
+
+def load_extra(directory: str | os.PathLike) -> dict[str, Any]:
+    """What was saved as ``extra``: to see what a checkpoint is of before a model is built for it.
+
+    Not collective, and needs no process group.
+    """
+    return model_only.read_extra(_path_of(directory))
 
 
 def latest(directory: str | os.PathLike, thorough: bool = True) -> Path | None:

@@ -11,6 +11,7 @@ it saves: a rank that does not see the file of the claimant has another director
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import secrets
@@ -68,10 +69,19 @@ def claim(directory: Path) -> Claim:
     except RuntimeError:
         sign.unlink(missing_ok=True)
         raise
+    _forget_other_runs(directory, job)
     claimed = Claim(job, key, sign)
     with released_on_failure(claimed):
         _refuse_if_another_saved(directory, job)  # and again: one may have saved meanwhile
     return claimed
+
+
+def _forget_other_runs(directory: Path, job: Job) -> None:
+    """Delete the files of runs that were killed while they saved here: a claim holds within its own run only."""
+    mine = f".{directory.name}.{job.run}."
+    for path in directory.parent.glob(f".{glob.escape(directory.name)}.*.claim"):
+        if not path.name.startswith(mine):
+            path.unlink(missing_ok=True)
 
 
 def _refuse_if_another_saved(directory: Path, job: Job) -> None:

@@ -12,7 +12,7 @@ from torch.nn import Module
 
 from shardstep.checkpoint.adapter import OptimizerAdapter
 from shardstep.checkpoint.keys import EXTRA, GROUPS, MODEL, OPTIM, STATE
-from shardstep.checkpoint.load_targets import StateTargets, model_targets
+from shardstep.checkpoint.load_targets import StateTargets, model_targets, settle
 from shardstep.checkpoint.model_swap import ModelSwap
 from shardstep.checkpoint.open_checkpoint import Checkpoint
 from shardstep.checkpoint.storage.manifest import CheckpointError
@@ -80,11 +80,7 @@ class LoadJob:
             form[MODEL] = model_targets(checkpoint, self._model, differences)
         elif self._model is not None:
             warnings.warn(f"{self._directory} holds no model: the model is not changed.", stacklevel=4)
-        if differences:
-            message = f"{self._directory} does not match: {differences}."
-            if self._strict:
-                raise ValueError(f"{message} {named.REMEDY}")
-            warnings.warn(f"{message} What does not match starts empty, or is left out.", stacklevel=4)
+        settle(differences, self._directory, self._strict, stacklevel=5)
         return form
 
     def _names(self, groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, str]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from shardstep.checkpoint.open_checkpoint import Checkpoint
 from shardstep.checkpoint.storage.reader import put
 from shardstep.layout.specs import ParamSpec, Piece
 from shardstep.params.memory_order import empty_in_order
+from shardstep.state import named
 from shardstep.state.held import HeldParameters
 from shardstep.state.named import Differences
 from shardstep.state.names import clean, unwrapped
@@ -113,6 +116,16 @@ def _target(entry: Any, like: Tensor, spec: ParamSpec, piece: Piece, order: list
     if order is not None and sorted(order) == list(range(len(size))):
         return shard_of_whole(empty_in_order(size, order, dtype, like.device))
     return shard_of_whole(torch.empty(size, dtype=dtype, device=like.device))
+
+
+def settle(differences: Differences, directory: Path, strict: bool, stacklevel: int) -> None:
+    """ValueError if the checkpoint does not fit and ``strict``, else a warning."""
+    if not differences:
+        return
+    message = f"{directory} does not match: {differences}."
+    if strict:
+        raise ValueError(f"{message} {named.REMEDY}")
+    warnings.warn(f"{message} What does not match starts empty, or is left out.", stacklevel=stacklevel)
 
 
 def model_targets(checkpoint: Checkpoint, model: Module, differences: Differences) -> dict[str, Any]:
