@@ -31,6 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "optimizers: every optimizer class of other packages: make test-optimizers")
     config.addinivalue_line("markers", "frameworks: what needs Lightning or transformers: make test-frameworks")
     config.addinivalue_line("markers", "docs: the site, which needs mkdocs: make test-docs")
+    config.addinivalue_line("markers", "long: takes ten seconds or more, so it is started first")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -49,6 +50,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if chosen in variants[_without(item, names)] and value not in (chosen, None, *also):
                 item.add_marker("again")
     _leave_pairs(items)
+    # Started last, a long test keeps one worker busy while the others have nothing left to do.
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def _leave_pairs(items: list[pytest.Item]) -> None:

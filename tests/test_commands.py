@@ -1,35 +1,13 @@
-"""What the README shows is what runs: its example as pasted, and the main job."""
+"""What the README shows is what runs: its examples as pasted. (The main job: test_examples.py.)"""
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-
-
-# With gloo, torch 2.13 sometimes aborts at the very end of a program in which DDP and DCP were used, when everything is
-# done; without shardstep as well (docs/log.md). Such a run says nothing, so it is made again.
-ABORTED_AT_THE_END = "terminate called without an active exception"
-
-
-def torchrun(ranks: int, *command: str, cwd: Path) -> str:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    for _ in range(5):
-        done = subprocess.run(
-            [*launcher, *command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=150
-        )
-        if done.returncode == 0 or ABORTED_AT_THE_END not in done.stderr:
-            break
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
+from tests.launch import ROOT, torchrun
 
 LEAVE = "dist.destroy_process_group()\n"  # the last line of the first example
 
@@ -64,27 +42,3 @@ def test_what_the_readme_says_about_dcp_runs_as_pasted(tmp_path: Path) -> None:
     (tmp_path / "example.py").write_text(body + block + LEAVE)
     assert_half_the_state(torchrun(3, "example.py", cwd=tmp_path), ranks=3)
     assert (tmp_path / "dcp" / ".metadata").is_file()
-
-
-SIZES = "--layers 1 --width 64 --heads 4 --context 32 --batch-size 6 --eval-windows 32 --sample-length 40"
-
-
-def run_the_main_job(ranks: int, steps: int, folder: Path) -> tuple[str, dict[str, float]]:
-    arguments = [*SIZES.split(), "--save-every", "4", "--steps", str(steps), "--checkpoints", str(folder)]
-    printed = torchrun(ranks, "examples/train_gpt.py", *arguments, cwd=ROOT)
-    found = re.findall(r"held-out loss (before|after) training:\s+([\d.]+)", printed)
-    return printed, {when: float(loss) for when, loss in found}
-
-
-def test_the_main_job_learns_and_shows_its_memory_and_goes_on_with_other_ranks(tmp_path: Path) -> None:
-    printed, losses = run_the_main_job(2, 12, tmp_path)
-    assert losses["after"] < losses["before"]
-    assert "optimizer" in printed
-    assert "sample" in printed
-    (run,) = tmp_path.iterdir()
-    assert sorted(path.name for path in run.iterdir()) == ["step-000008", "step-000012"]
-    # Started again with three ranks it goes on where it was.
-    printed, further = run_the_main_job(3, 16, tmp_path)
-    assert "step-000012, step 12 of 16" in " ".join(printed.split())
-    assert further["before"] == losses["after"]
-    assert sorted(path.name for path in run.iterdir()) == ["step-000012", "step-000016"]

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests import restart_worker
@@ -43,6 +44,7 @@ def outcome_of(directory: Path, rank: int) -> tuple[dict[str, int], dict[str, An
     return facts, torch.load(directory / f"rank{rank}.weights", weights_only=True)
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_restarted_and_the_job_ends_with_the_same_weights(tmp_path: Path) -> None:
     """Two ranks, before and after: the same gradients summed in the same order, so every bit is the same."""
     mode, victim = "gradients", 0
@@ -91,6 +93,7 @@ def start_agent(number: int, port: int, directory: Path, mode: str) -> subproces
     )
 
 
+@pytest.mark.long
 def test_a_job_that_loses_a_host_goes_on_with_two_of_three_ranks(tmp_path: Path) -> None:
     """The mean of 12 samples is summed as 3 x 4 and as 2 x 6: other roundings, float64.
 

@@ -82,7 +82,7 @@ def weights_digest(model: nn.Module) -> str:
 
 LARGE = [(700, 1000), (900, 1000), (1000, 1100), (50,)]  # 22 MB of weights, 65 MB in a checkpoint: some 100 ms
 TRIALS = 20
-BATCHES = 2  # of trials, each with its own directory
+BATCHES = 4  # of trials, each with its own directory
 PG_TIMEOUT = 2.0
 
 
@@ -167,6 +167,7 @@ def check_newest(parent: Path, allowed: Sequence[int], oracle: Oracle, claim: st
     return number
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch", [0, *(pytest.param(n, marks=pytest.mark.again) for n in range(1, BATCHES))])
 def test_a_rank_that_is_killed_in_the_middle_of_a_save_leaves_a_complete_checkpoint(batch: int, tmp_path: Path) -> None:
     chance = random.Random(1000 + batch)
@@ -177,7 +178,7 @@ def test_a_rank_that_is_killed_in_the_middle_of_a_save_leaves_a_complete_checkpo
     chance.shuffle(victims)
     at, in_the_middle = 1, 0
     for trial, victim in enumerate(victims):
-        # One moment in each tenth of the time that a save takes, and a little beyond.
+        # One moment in each part of the time that a save takes, and a little beyond.
         delay = (trial + chance.random()) / trials * 1.1 * duration
         name = chance.choice(["last", ""])  # replaces a checkpoint, or is a new one
         claim = f"trial {trial}: rank {victim} killed {delay:.3f} s into the save of {name or 'a new one'}"

@@ -550,6 +550,7 @@ def test_metadata_that_makes_no_sense_is_a_checkpoint_error(kind: str, tmp_path:
         loaded(path)
 
 
+@pytest.mark.long
 def test_metadata_is_checked_under_python_O_too(tmp_path: Path) -> None:
     """``python -O`` leaves asserts out, so the checks must not be asserts. One process, every kind of nonsense."""
     for position, kind in enumerate(ODD_METADATA):
@@ -577,6 +578,7 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
     assert sorted(taken) == sorted([*harmless, "good"]), done.stdout  # (that one is noticed when an item is read)
 
 
+@pytest.mark.long
 def test_every_reader_refuses_malicious_metadata_under_python_O(tmp_path: Path) -> None:
     """load, inspect and convert, in one process without asserts. Nothing is run, nothing is taken for good."""
     root = saved(tmp_path / "c")

@@ -245,7 +245,7 @@ def test_what_cannot_be_carried_is_refused_when_it_is_built(name, vouched):
         examine(getattr(pytorch_optimizer, name), {}, {}, torch.zeros(3), vouched=vouched)
 
 
-@pytest.mark.parametrize("name", ["Kron", "DASH"])
+@pytest.mark.parametrize("name", [pytest.param("Kron", marks=pytest.mark.optimizers), "DASH"])  # (Kron: a minute)
 def test_optimizers_that_draw_random_numbers_are_refused_unless_vouched_for(name):
     rule = getattr(pytorch_optimizer, name)
     with pytest.raises(ValueError, match=rf"^{name} cannot be sharded: its steps draw random .* shard='tensor'"):

@@ -1,0 +1,91 @@
+"""README answers in the order in which a visitor asks, and its table of memory is what real ranks hold."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from shardstep import ZeroRedundancyOptimizer
+from tests.harness import run_ranks
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+ROW = re.compile(r"^\| (.+?) \| ([\d/ +]+) = ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
+RANKS = 8
+
+
+class Row(NamedTuple):
+    name: str
+    terms: list[Fraction]  # bytes per parameter: parameters, gradients, state
+    total: Fraction
+    gigabytes: list[Fraction]  # 1B, 7B
+
+
+ROWS = [
+    Row(name, [Fraction(term.strip()) for term in terms.split("+")], Fraction(total), [Fraction(one), Fraction(seven)])
+    for name, terms, total, one, seven in ROW.findall(README)
+]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
+def test_the_sums_of_the_table_are_right(row: Row) -> None:
+    assert sum(row.terms) == row.total
+    assert row.gigabytes == [row.total, 7 * row.total]
+
+
+def held(rank: int, world: int) -> dict[str, list[float]]:
+    """Bytes per parameter that this rank holds, by row."""
+    found = {}
+    for name, dtype in {"float32": torch.float32, "all in bfloat16": torch.bfloat16}.items():
+        for wrap in (True, False):
+            model = torch.nn.Linear(255, 256, dtype=dtype)  # with its bias 65,536 parameters
+            params = list(model.parameters())
+            trained = DistributedDataParallel(model, gradient_as_bucket_view=True) if wrap else model
+            optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-3, shard_gradients=not wrap)
+            trained(torch.ones(2, 255, dtype=dtype)).sum().backward()
+            optimizer.step()
+            row = f"DDP + shardstep, {name}" if wrap else f"shardstep with `shard_gradients`, {name}"
+            found[row] = [count / 65_536 for count in optimizer.memory()]
+    return found
+
+
+def test_our_rows_are_what_eight_ranks_hold() -> None:
+    rows = {row.name: [float(term) for term in row.terms] for row in ROWS}
+    per_rank = run_ranks(held, RANKS)
+    assert len(per_rank[0]) == 4
+    for rank in per_rank:
+        for name, measured in rank.items():
+            # A percent: shares end on a multiple of elements, and AdamW has a counter per piece.
+            assert measured == pytest.approx(rows[name], rel=0.01), name
+
+
+def test_the_table_has_every_rival() -> None:
+    names = " ".join(row.name for row in ROWS)
+    assert all(rival in names for rival in ("DDP, float32", "FSDP2", "DeepSpeed ZeRO-1", "DeepSpeed ZeRO-2"))
+
+
+SECTIONS = ["Status", "Install", "Example", "Three ways for gradients to arrive", "Memory", "When to use something else"]
+SECTIONS += ["Checkpoints", "Measured", "Limits", "Links"]
+
+
+def test_the_order_is_that_of_a_visitors_questions_and_the_first_screen_says_what_was_not_run() -> None:
+    assert re.findall(r"^## (.*)$", README, re.MULTILINE) == SECTIONS
+    assert "Not yet run on a GPU." in "\n".join(README.splitlines()[:25])
+
+
+def test_there_are_ten_limits_at_most() -> None:
+    limits = README[README.index("## Limits") : README.index("## Links")]
+    assert 1 <= len(re.findall(r"^(?:\d+\.|-) ", limits, re.MULTILINE)) <= 10
+
+
+def test_relative_links_lead_to_files() -> None:
+    links = re.findall(r"\]\((?!https?:)([^)#]+)", README)
+    assert len(links) > 10
+    for link in links:
+        assert (ROOT / link).exists(), link
