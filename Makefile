@@ -5,10 +5,11 @@ BIN    := $(VENV)/bin
 RIVALS := .venv-bench
 TORCH  ?= 2.13.0
 OTHER  := .venv-torch-$(TORCH)
+DOCS   := .venv-docs
 NPROC  ?= 2
 ARGS   ?=
 
-.PHONY: train test test-all test-optimizers test-frameworks test-torch lint format bench-core bench-step bench-checkpoint bench-compare clean
+.PHONY: train test test-all test-optimizers test-frameworks test-torch test-docs docs docs-serve lint format bench-core bench-step bench-checkpoint bench-compare clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -24,10 +25,10 @@ train: $(VENV)/installed
 
 # Each test at 1 and 3 ranks; test-all: also the same tests at 2, 4 and 5 (see tests/conftest.py).
 test: lint
-	$(BIN)/python -m pytest -m "not again and not optimizers and not frameworks" $(ARGS)
+	$(BIN)/python -m pytest -m "not again and not optimizers and not frameworks and not docs" $(ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest -m "not optimizers and not frameworks" $(ARGS)
+	$(BIN)/python -m pytest -m "not optimizers and not frameworks and not docs" $(ARGS)
 
 # Every optimizer class of five packages. For the page about it: python -m tests.optimizers.table > docs/optimizers.md
 $(VENV)/installed-optimizers: $(VENV)/installed
@@ -54,7 +55,25 @@ $(OTHER)/installed: pyproject.toml
 	touch $@
 
 test-torch: $(OTHER)/installed
-	$(OTHER)/bin/python -m pytest -m "not again and not optimizers" --ignore tests/frameworks $(ARGS)
+	$(OTHER)/bin/python -m pytest -m "not again and not optimizers and not docs" --ignore tests/frameworks $(ARGS)
+
+# The site, into site/. Sources are read, not imported, so its environment needs neither torch nor the package: only the
+# group "docs" (which pip knows since 25.1). The theme's notice about its future says nothing about a build.
+$(DOCS)/installed: pyproject.toml
+	test -x $(DOCS)/bin/python || $(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet 'pip>=25.1'
+	$(DOCS)/bin/pip install --quiet --group docs
+	touch $@
+
+docs: $(DOCS)/installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build $(ARGS)
+
+docs-serve: $(DOCS)/installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve $(ARGS)
+
+# Every link of the site, what it loads, and whether it shows what GitHub shows.
+test-docs: $(VENV)/installed $(DOCS)/installed
+	$(BIN)/python -m pytest tests/docs -n 0 $(ARGS)
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
@@ -89,4 +108,4 @@ bench-compare: $(VENV)/installed
 	$(BIN)/python -m benchmarks.compare $(BASE) $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(RIVALS) .venv-torch-* .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RIVALS) $(DOCS) site .venv-torch-* .pytest_cache .ruff_cache .hypothesis

@@ -52,7 +52,14 @@ def hook_with_zero_step(
 def hook_with_zero_step_interleaved(
     hook: Hook, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, shard_buckets: bool = False
 ) -> Hook:
-    """Like ``hook_with_zero_step``, but steps what has been reduced while backward still computes the rest."""
+    """Like ``hook_with_zero_step``, but steps what has been reduced while backward still computes the rest.
+
+    Args:
+        hook: any DDP hook that reduces a bucket and does not step, e.g. ``allreduce_hook``.
+        ddp: the wrapped model, to which the result is given with ``register_comm_hook``.
+        zero: an optimizer over its parameters that was built with ``overlap_with_ddp=True``.
+        shard_buckets: accepted as in torch; changes nothing.
+    """
     return _as_function(_SteppingHook("hook_with_zero_step_interleaved", hook, ddp, zero, interleaved=True))
 
 

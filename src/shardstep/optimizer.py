@@ -73,12 +73,21 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
             the CPU they always may.)
         **defaults: given to ``optimizer_class``.
 
-    Example::
+    Attributes:
+        param_groups: the groups as in torch.optim, with the user's parameters: for schedulers.
+        defaults: the defaults of the local optimizer.
+        optim: the local optimizer, an ``optimizer_class`` over this rank's pieces.
+        process_group: the ranks that share the state.
+        rank: this rank's number in the group.
+        world_size: how many ranks the group has.
 
+    Examples:
+        ```python
         model = DistributedDataParallel(model)
         optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=3e-4)
         model(batch).sum().backward()
         optimizer.step()
+        ```
     """
 
     engine: Engine  # what steps; for the DDP hooks and checkpoints, no part of the API  # pyrefly: ignore
@@ -345,8 +354,10 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
 
     @property
     def join_device(self) -> torch.device:
+        """On which device torch's Join counts the ranks that still have inputs."""
         return self._all_params[0].device if self._all_params else torch.device("cpu")
 
     @property
     def join_process_group(self) -> Any:
+        """Among which ranks torch's Join counts: those that share the state."""
         return self.process_group

@@ -74,6 +74,7 @@ def save(
 
     Args:
         directory: of this checkpoint. An existing checkpoint is replaced.
+        optimizer: a ZeroRedundancyOptimizer, or a plain optimizer.
         model: its parameters' names are the names in the checkpoint; it is saved as well.
         extra: plain data and tensors (step, scheduler, random state); rank 0's is saved.
         keep: delete all other checkpoints beside it but the newest, so that this many are left.
@@ -116,6 +117,8 @@ def load(
     changed.
 
     Args:
+        directory: of one checkpoint.
+        optimizer: a ZeroRedundancyOptimizer, or a plain optimizer.
         model: whose names to use, and which is loaded too if the checkpoint has it.
         strict: ValueError, which lists them, if names or shapes differ. Otherwise parameters that the checkpoint lacks
             start empty, as in a new optimizer, and what only the checkpoint has is left out, with a warning.
@@ -166,6 +169,12 @@ def resume(
 
     Collective: call on every rank of the optimizer's group. Damaged ones are skipped with a warning. If there are some
     and none can be read, that is a CheckpointError: starting over would be the wrong answer to a disk that is late.
+
+    Args:
+        directory: in which checkpoints lie, each in a directory of its own.
+        optimizer: as in ``load``.
+        model: as in ``load``.
+        strict: as in ``load``.
 
     Returns:
         Its path, and what was saved as ``extra``.

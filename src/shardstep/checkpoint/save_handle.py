@@ -9,7 +9,11 @@ from typing import Any
 
 
 class SaveHandle:
-    """A save that goes on in the background, or is done."""
+    """A save that goes on in the background, or is done.
+
+    Attributes:
+        directory: where the checkpoint is when it is complete.
+    """
 
     def __init__(self, directory: Path, started: Future[Any] | None = None) -> None:
         self.directory = directory

@@ -32,7 +32,13 @@ class Owner(Protocol):
 
 
 class ShardedGradient(Tensor):
-    """The gradient of one parameter, spread over the ranks. Has no memory of its own."""
+    """The gradient of one parameter, spread over the ranks. Has no memory of its own.
+
+    With ``shard_gradients=True`` this is what ``param.grad`` is after backward. It has the parameter's shape, dtype and
+    device. It can be set to None, set to zero, multiplied or divided by a number, and asked for its norm; GradScaler
+    and ``torch.nn.utils.clip_grad_norm_`` need no more. Everything but setting it to None is collective: do it on every
+    rank. What would need the whole gradient raises; ``ZeroRedundancyOptimizer.full_grad`` gives the whole.
+    """
 
     _owner: Owner
     _index: int

@@ -35,7 +35,17 @@ class ParamSpec(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A contiguous range of one parameter's flattened elements, owned by one rank."""
+    """A contiguous range of one parameter's flattened elements, owned by one rank.
+
+    Attributes:
+        param: the parameter's position over all groups, as in a state dict.
+        start: the first element, counted in the flattened parameter.
+        stop: the element after the last.
+        bucket: the position of its bucket in ``Layout.buckets``.
+        offset: where it starts in the bucket, in elements.
+        whole: whether it covers its parameter.
+        numel: how many elements it has.
+    """
 
     param: int  # index of the parameter
     start: int  # range in the flattened parameter
@@ -110,7 +120,13 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """All buckets of an optimizer. Ask it; never change it: ``partition.extend`` makes a longer one."""
+    """All buckets of an optimizer. Ask it; never change it: ``partition.extend`` makes a longer one.
+
+    Attributes:
+        world_size: how many ranks share the parameters.
+        specs: shape, dtype, device, name and group of every parameter.
+        buckets: what travels as one, in the order in which it was placed.
+    """
 
     world_size: int
     specs: tuple[ParamSpec, ...] = ()

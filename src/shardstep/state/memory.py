@@ -12,7 +12,13 @@ from shardstep.params.tensor_subclasses import is_subclass, opened
 
 
 class MemoryReport(NamedTuple):
-    """Bytes that this rank holds, measured on its live tensors."""
+    """Bytes that this rank holds, measured on its live tensors.
+
+    Attributes:
+        parameters: of the model, which every rank has whole.
+        gradients: those in ``param.grad``; with ``shard_gradients`` this rank's share.
+        state: of the local optimizer.
+    """
 
     parameters: int
     gradients: int

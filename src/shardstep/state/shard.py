@@ -26,7 +26,11 @@ class Part(NamedTuple):
 
 
 class StateShard(Tensor):
-    """A tensor that is spread over the ranks: shape and dtype of the whole, memory of this rank's parts."""
+    """A tensor that is spread over the ranks: shape and dtype of the whole, memory of this rank's parts.
+
+    The tensors in ``ZeroRedundancyOptimizer.sharded_state_dict``. ``torch.distributed.checkpoint`` saves it, loads into
+    it, and copies it. What would need the whole raises; ``ZeroRedundancyOptimizer.full_state`` gives the whole.
+    """
 
     parts: tuple[Part, ...]
     local: Tensor  # the parts in one piece, as the local optimizer has it

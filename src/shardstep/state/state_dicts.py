@@ -234,7 +234,11 @@ class ShardedOptimizer(Optimizer):
 
     @property
     def state(self) -> StateView:  # type: ignore[override]
-        """The local optimizer's state, keyed by the user's parameters: see ``StateView``."""
+        """The local optimizer's state, keyed by the user's parameters. Reads and writes go through.
+
+        Every parameter has an entry on every rank, empty where this rank owns nothing of it. Of a cut parameter the
+        entry is the state of this rank's piece; ``full_state`` gives the whole.
+        """
         assert self._status.view is not None
         return self._status.view
 

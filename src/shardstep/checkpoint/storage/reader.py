@@ -30,7 +30,18 @@ _SMALL_BYTES = 8 * 1024  # an item up to this size is read with one call, also i
 
 
 class Reader(FileSystemReader):
-    """Reads a DCP directory. Checks what it reads if the directory has a manifest; unpickles nothing but plain data."""
+    """Reads a DCP directory. Checks what it reads if the directory has a manifest; unpickles nothing but plain data.
+
+    ``load`` uses it. It is public for those who call DCP themselves and read what somebody else gave them.
+
+    Args:
+        path: the checkpoint directory.
+
+    Examples:
+        ```python
+        dcp.load(form, storage_reader=checkpoint.Reader(directory), planner=checkpoint.SafeLoadPlanner())
+        ```
+    """
 
     def __init__(self, path: str | os.PathLike) -> None:
         super().__init__(path)
