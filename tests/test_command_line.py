@@ -291,6 +291,7 @@ def test_output_that_cannot_be_written_is_told_in_one_line(place) -> None:
 
 INTERRUPTED = """
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
 from shardstep.tools import cli
 from shardstep.checkpoint.storage import reader
 def interrupted(*args):
