@@ -39,8 +39,8 @@ ARROWS = {
     # Checkpoints: files first, then what is written to them. None of it is imported with the package.
     "checkpoint.storage": {"comm"},
     "checkpoint": {"layout", "comm", "params", "state", "checkpoint.storage"},
-    "tools": {"comm", "params", "state", "checkpoint", "checkpoint.storage"},
     "__init__": {"grads", "state", "optimizer", "ddp_hooks", "checkpoint"},
+    "tools": {"__init__", "comm", "params", "state", "checkpoint", "checkpoint.storage"},
 }
 # Who speaks with torch.distributed.checkpoint, reads and writes its files, and its metadata (a pickle).
 DCP_USERS = ("state.shard", "checkpoint.", "tools.to_plain")

@@ -17,7 +17,7 @@ __all__ = [
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> Any:
