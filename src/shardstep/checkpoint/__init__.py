@@ -40,15 +40,16 @@ from shardstep.checkpoint.storage.manifest import CheckpointError
 from shardstep.checkpoint.storage.reader import Reader, SafeLoadPlanner
 from shardstep.comm import collectives
 from shardstep.params.option_facts import option_facts
+from shardstep.state.wrappers import Wrapper
 
 __all__ = ["CheckpointError", "Reader", "SafeLoadPlanner", "SaveHandle", "latest", "load", "resume", "save", "verify"]
 
 
 def save(
-    directory: str | os.PathLike,
-    optimizer: Optimizer,
+    directory: str | os.PathLike[str],
+    optimizer: Optimizer | Wrapper,
     model: Module | None = None,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, object] | None = None,
     *,
     keep: int | None = None,
     asynchronous: bool = False,
@@ -95,7 +96,7 @@ def save(
 
 
 def load(
-    directory: str | os.PathLike, optimizer: Optimizer, model: Module | None = None, strict: bool = True
+    directory: str | os.PathLike[str], optimizer: Optimizer | Wrapper, model: Module | None = None, strict: bool = True
 ) -> dict[str, Any]:
     """Load a checkpoint, saved at any number of ranks, by ``save`` or by DCP under the keys ``optim`` and ``model``.
 
@@ -114,7 +115,7 @@ def load(
     return LoadJob(_path_of(directory), adapter_of(optimizer), model, strict).run()
 
 
-def latest(directory: str | os.PathLike, thorough: bool = True) -> Path | None:
+def latest(directory: str | os.PathLike[str], thorough: bool = True) -> Path | None:
     """The newest checkpoint in ``directory`` that is complete and undamaged; None if there is none.
 
     Not collective. ``thorough`` reads every byte of it; without, names, sizes and the metadata are checked, and damage
@@ -127,7 +128,7 @@ def latest(directory: str | os.PathLike, thorough: bool = True) -> Path | None:
 
 
 def resume(
-    directory: str | os.PathLike, optimizer: Optimizer, model: Module | None = None, strict: bool = True
+    directory: str | os.PathLike[str], optimizer: Optimizer | Wrapper, model: Module | None = None, strict: bool = True
 ) -> tuple[Path, dict[str, Any]] | None:
     """Load the newest checkpoint in ``directory`` that can be read; None if there is no checkpoint at all.
 
@@ -160,7 +161,7 @@ def resume(
     return None
 
 
-def verify(directory: str | os.PathLike) -> None:
+def verify(directory: str | os.PathLike[str]) -> None:
     """Read every byte of a checkpoint, of shardstep or DCP. CheckpointError tells what is missing or damaged.
 
     Not collective.
@@ -170,7 +171,7 @@ def verify(directory: str | os.PathLike) -> None:
         raise CheckpointError("; ".join(problems))
 
 
-def _path_of(directory: str | os.PathLike) -> Path:
+def _path_of(directory: str | os.PathLike[str]) -> Path:
     if "://" in os.fspath(directory):
         raise ValueError(
             f"directory expects a path but got the address {os.fspath(directory)!r}. For object storage give "

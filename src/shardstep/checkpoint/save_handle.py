@@ -5,13 +5,12 @@ from __future__ import annotations
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
-from typing import Any
 
 
 class SaveHandle:
     """A save that goes on in the background, or is done."""
 
-    def __init__(self, directory: Path, started: Future[Any] | None = None) -> None:
+    def __init__(self, directory: Path, started: Future[None] | None = None) -> None:
         self.directory = directory
         self.reported = False  # whether ``wait`` has raised what failed
         self._started = started
