@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import venv
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -56,11 +58,12 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
 
 
 @pytest.fixture(scope="session")
-def environment(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+def environment(distributions: Distributions, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
     """torch first and by exact version: the wheel alone may choose another build of it."""
     place = tmp_path_factory.mktemp("environment")
     venv.create(place, with_pip=True)
     pip = (str(place / "bin" / "python"), "-m", "pip", "install", "--quiet")
     run(*pip, TORCH, cwd=place)
     run(*pip, str(distributions.wheel), cwd=place)
-    return Environment(place / "bin")
+    yield Environment(place / "bin")
+    shutil.rmtree(place)  # gigabytes, and pytest keeps the directories of three runs

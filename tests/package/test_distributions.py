@@ -30,7 +30,7 @@ def files_of_the_wheel(wheel: Path) -> dict[str, bytes]:
 
 def files_in_git() -> set[str]:
     """Also what is not committed yet, but nothing that is ignored."""
-    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "--deduplicate"]
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     return {name for name in listed.splitlines() if (ROOT / name).is_file()}
 
