@@ -8,8 +8,10 @@ OTHER  := .venv-torch-$(TORCH)
 DOCS   := .venv-docs
 NPROC  ?= 2
 ARGS   ?=
+# What needs no further packages: the others have suites of their own.
+OWN    := not optimizers and not frameworks and not package and not docs
 
-.PHONY: train test test-all test-optimizers test-frameworks test-torch test-docs docs docs-serve lint format bench-core bench-step bench-checkpoint bench-compare clean
+.PHONY: train test test-all test-optimizers test-frameworks test-package test-torch test-docs docs docs-serve lint format bench-core bench-step bench-checkpoint bench-compare clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -25,10 +27,10 @@ train: $(VENV)/installed
 
 # Each test at 1 and 3 ranks; test-all: also the same tests at 2, 4 and 5 (see tests/conftest.py).
 test: lint
-	$(BIN)/python -m pytest -m "not again and not optimizers and not frameworks and not docs" $(ARGS)
+	$(BIN)/python -m pytest -m "not again and $(OWN)" $(ARGS)
 
 test-all: lint
-	$(BIN)/python -m pytest -m "not optimizers and not frameworks and not docs" $(ARGS)
+	$(BIN)/python -m pytest -m "$(OWN)" $(ARGS)
 
 # Every optimizer class of five packages. For the page about it: python -m tests.optimizers.table > docs/optimizers.md
 $(VENV)/installed-optimizers: $(VENV)/installed
@@ -46,6 +48,14 @@ $(VENV)/installed-frameworks: $(VENV)/installed
 test-frameworks: $(VENV)/installed-frameworks
 	$(BIN)/python -m pytest tests/frameworks tests/ranks/test_wrapped_optimizers.py $(ARGS)
 
+# Builds the package, installs it where nothing else is, and uses it as a user does. One process: one environment for all.
+$(VENV)/installed-package: $(VENV)/installed
+	$(BIN)/pip install --quiet torch==2.13.0 --editable '.[dev,package]'
+	touch $@
+
+test-package: $(VENV)/installed-package
+	$(BIN)/python -m pytest tests/package -n 0 $(ARGS)
+
 # The suite with another torch, without the frameworks: make test-torch TORCH=2.9.1 PYTHON=python3.12. Every version has
 # an environment of its own (5-7 GB with its CUDA libraries); torch is named again so that nothing else changes it.
 $(OTHER)/installed: pyproject.toml
@@ -55,7 +65,7 @@ $(OTHER)/installed: pyproject.toml
 	touch $@
 
 test-torch: $(OTHER)/installed
-	$(OTHER)/bin/python -m pytest -m "not again and not optimizers and not docs" --ignore tests/frameworks $(ARGS)
+	$(OTHER)/bin/python -m pytest -m "not again and not optimizers and not docs" --ignore tests/frameworks --ignore tests/package $(ARGS)
 
 # The site, into site/. Sources are read, not imported, so its environment needs neither torch nor the package: only the
 # group "docs" (which pip knows since 25.1). The theme's notice about its future says nothing about a build.

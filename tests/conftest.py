@@ -6,7 +6,8 @@ memory that also runs through sockets; of a test with three or more parameters t
 of values has met (``tests.pairs``). ``make test-all`` takes all of them. What needs packages that
 are not in the environment of ``make test`` is not in it even if they are installed: the sweep over every optimizer
 class and all of heavyball (``optimizers``, ``make test-optimizers``), Lightning and transformers (``frameworks``,
-``make test-frameworks``), the site (``docs``, ``make test-docs``).
+``make test-frameworks``), the site (``docs``, ``make test-docs``), and what a user installs (``package``,
+``make test-package``).
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ torch.set_num_threads(1)
 
 WORLDS = ("world", "world_size")
 TRANSPORTS = ("transport", "way")
-LEFT_OUT = ("again", "optimizers", "frameworks", "docs")  # of make test
+LEFT_OUT = ("again", "optimizers", "frameworks", "package", "docs")  # of make test
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "again: other parameters of a test whose pairs all ran: make test-all")
     config.addinivalue_line("markers", "optimizers: every optimizer class of other packages: make test-optimizers")
     config.addinivalue_line("markers", "frameworks: what needs Lightning or transformers: make test-frameworks")
+    config.addinivalue_line("markers", "package: the wheel in an environment of its own: make test-package")
     config.addinivalue_line("markers", "docs: the site, which needs mkdocs: make test-docs")
     config.addinivalue_line("markers", "long: takes ten seconds or more, so it is started first")
 

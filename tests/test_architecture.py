@@ -39,8 +39,8 @@ ARROWS = {
     # Checkpoints: files first, then what is written to them. None of it is imported with the package.
     "checkpoint.storage": {"comm"},
     "checkpoint": {"layout", "comm", "params", "state", "checkpoint.storage"},
-    "tools": {"comm", "params", "state", "checkpoint", "checkpoint.storage"},
     "__init__": {"grads", "state", "optimizer", "ddp_hooks", "checkpoint"},
+    "tools": {"__init__", "comm", "params", "state", "checkpoint", "checkpoint.storage"},
 }
 # Who speaks with torch.distributed.checkpoint, reads and writes its files, and its metadata (a pickle).
 DCP_USERS = ("state.shard", "checkpoint.", "tools.to_plain")
@@ -291,7 +291,9 @@ def test_methods_of_the_optimizer_set_no_attributes(module):
     """Wrappers of our class would keep them for themselves; they share the engine and state/status.py."""
     building = ("__init__", "__setstate__", "_assemble", "_set_up_state")
     for kind in (node for node in tree_of(MODULES[module]).body if isinstance(node, ast.ClassDef)):
-        for method in (node for node in kind.body if isinstance(node, ast.FunctionDef) and node.name not in building):
+        for method in (node for node in ast.walk(kind) if isinstance(node, ast.FunctionDef)):
+            if method.name in building:
+                continue
             for node in ast.walk(method):
                 stored = isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load)
                 assert not (stored and ast.unparse(node.value) == "self"), f"line {node.lineno}: {ast.unparse(node)}"

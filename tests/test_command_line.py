@@ -14,7 +14,6 @@ import subprocess
 import sys
 import warnings
 import zipfile
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.utils._pytree import tree_flatten
 
+import shardstep
 from shardstep import ZeroRedundancyOptimizer, checkpoint
 from shardstep.state.plain import MARK
 from shardstep.tools import cli
@@ -316,7 +316,7 @@ def test_control_c_is_quiet_and_leaves_nothing(source, target, place) -> None:
 
 def test_version() -> None:
     done = subprocess.run([*SHARDSTEP, "--version"], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"shardstep {version('shardstep')}\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"shardstep {shardstep.__version__}\n", "")
 
 
 # --- what is shown ------------------------------------------------------------------------------------------------

@@ -1,12 +1,16 @@
 """Shards the optimizer of data-parallel PyTorch training: every rank keeps 1/N of the optimizer state."""
 
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from shardstep.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from shardstep.grads.sharded_gradient import ShardedGradient
 from shardstep.optimizer import ZeroRedundancyOptimizer
 from shardstep.state.memory import MemoryReport
 from shardstep.state.shard import StateShard
+
+if TYPE_CHECKING:
+    from shardstep import checkpoint
 
 __all__ = [
     "MemoryReport",
@@ -17,13 +21,15 @@ __all__ = [
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
 ]
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
-def __getattr__(name: str) -> Any:
-    """``shardstep.checkpoint`` is imported when it is first used: it brings torch.distributed.checkpoint with it."""
-    if name == "checkpoint":
-        import shardstep.checkpoint
+if not TYPE_CHECKING:  # a type checker that sees this believes in any name
 
-        return shardstep.checkpoint
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> ModuleType:
+        """``shardstep.checkpoint`` is imported when first used: it brings torch.distributed.checkpoint with it."""
+        if name == "checkpoint":
+            import shardstep.checkpoint
+
+            return shardstep.checkpoint
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -28,7 +28,8 @@ from shardstep.optimizer import ZeroRedundancyOptimizer
 from shardstep.params.sharded_parameters import ShardedParameters
 from shardstep.state.wrappers import unwrapped
 
-Hook = Callable[[Any, GradBucket], torch.futures.Future]
+# Any: what register_comm_hook was given for the hook, which is between the two of them.
+Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]
 
 
 def hook_with_zero_step(
@@ -101,9 +102,9 @@ class _SteppingHook:
         self._usage = _usage(ddp, sharded)
         self._source.attach(self._usage)
         self._step: Step | None = None
-        self._queue: deque[tuple[GradBucket, torch.futures.Future]] = deque()  # reduced or about to be
+        self._queue: deque[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = deque()  # reduced or about to be
 
-    def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future:
+    def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._source.called()
         future = self._hook(state, bucket)
         if bucket.index() == 0:

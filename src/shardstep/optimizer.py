@@ -5,16 +5,17 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor
 from torch.distributed.algorithms.join import Joinable, JoinHook
 from torch.optim import Optimizer
+from torch.optim.optimizer import ParamsT
 
 from shardstep.comm import collectives
 from shardstep.comm.consensus import RankConsensus, opening
-from shardstep.comm.process_group import debug_is_on, find_group, group_name, open_group
+from shardstep.comm.process_group import ProcessGroup, debug_is_on, find_group, group_name, open_group
 from shardstep.engine import Engine
 from shardstep.grads import clipping
 from shardstep.grads.ddp_buckets import DdpBucketGradients, evaluated_once
@@ -35,6 +36,8 @@ from shardstep.state.memory import MemoryReport
 from shardstep.state.state_dicts import ShardedOptimizer
 
 logger = logging.getLogger(__name__)
+
+Loss = TypeVar("Loss")
 
 
 class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
@@ -90,17 +93,21 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
         ```
     """
 
+    process_group: ProcessGroup
+    global_rank: int
+    parameters_as_bucket_view: bool
+    initialized: bool  # always, as far as a user can see: torch's class has it
     engine: Engine  # what steps; for the DDP hooks and checkpoints, no part of the API  # pyrefly: ignore
 
     def __init__(
         self,
-        params: Any,
+        params: ParamsT,
         optimizer_class: Callable[..., Optimizer],
-        process_group: Any = None,
+        process_group: ProcessGroup | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
-        shard: str = "auto",
+        shard: groups.Granularity = "auto",
         bucket_cap_mb: float = 25,
         shard_gradients: bool = False,
         broadcast_parameters: bool = True,
@@ -167,7 +174,13 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
 
     # --- step -----------------------------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
+    @overload
+    def step(self, closure: None = None, **kwargs: Any) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], Loss], **kwargs: Any) -> Loss: ...
+
+    def step(self, closure: Callable[[], Loss] | None = None, **kwargs: Any) -> Loss | None:
         """Update this rank's pieces and gather the parameters.
 
         Collective: call on every rank of the group. ``closure`` is run on each rank; ``kwargs`` go to the local
@@ -194,18 +207,26 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
         """
         self.engine.wait_for_parameters()
 
-    def __getattr__(self, name: str) -> Any:
-        """Forward ``train`` and ``eval`` to a local optimizer that has them (schedule-free ones do).
+    if TYPE_CHECKING:  # a type checker that sees __getattr__ believes in any name
 
-        They change the parameters that the rank owns, so a gather follows: collective, call on every rank.
-        """
-        if name not in ("train", "eval") or not callable(getattr(self.__dict__.get("optim"), name, None)):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        def train(self) -> None: ...
 
-        def switch() -> None:
-            self.engine.switch(name, self.param_groups)
+        def eval(self) -> None: ...
 
-        return switch
+    else:
+
+        def __getattr__(self, name: str) -> Callable[[], None]:
+            """Forward ``train`` and ``eval`` to a local optimizer that has them (schedule-free ones do).
+
+            They change the parameters that the rank owns, so a gather follows: collective, call on every rank.
+            """
+            if name not in ("train", "eval") or not callable(getattr(self.__dict__.get("optim"), name, None)):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+            def switch() -> None:
+                self.engine.switch(name, self.param_groups)
+
+            return switch
 
     # --- gradients ------------------------------------------------------------------------------------------------
 
@@ -358,6 +379,6 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
         return self._all_params[0].device if self._all_params else torch.device("cpu")
 
     @property
-    def join_process_group(self) -> Any:
+    def join_process_group(self) -> ProcessGroup:
         """Among which ranks torch's Join counts: those that share the state."""
         return self.process_group

@@ -40,6 +40,7 @@ from shardstep.checkpoint.storage.manifest import CheckpointError
 from shardstep.checkpoint.storage.reader import Reader, SafeLoadPlanner
 from shardstep.comm import collectives
 from shardstep.params.option_facts import option_facts
+from shardstep.state.wrappers import Wrapper
 
 __all__ = [
     "CheckpointError",
@@ -57,10 +58,10 @@ __all__ = [
 
 
 def save(
-    directory: str | os.PathLike,
-    optimizer: Optimizer,
+    directory: str | os.PathLike[str],
+    optimizer: Optimizer | Wrapper,
     model: Module | None = None,
-    extra: Mapping[str, Any] | None = None,
+    extra: Mapping[str, object] | None = None,
     *,
     keep: int | None = None,
     asynchronous: bool = False,
@@ -108,7 +109,7 @@ def save(
 
 
 def load(
-    directory: str | os.PathLike, optimizer: Optimizer, model: Module | None = None, strict: bool = True
+    directory: str | os.PathLike[str], optimizer: Optimizer | Wrapper, model: Module | None = None, strict: bool = True
 ) -> dict[str, Any]:
     """Load a checkpoint, saved at any number of ranks, by ``save`` or by DCP under the keys ``optim`` and ``model``.
 
@@ -129,7 +130,7 @@ def load(
     return LoadJob(_path_of(directory), adapter_of(optimizer), model, strict).run()
 
 
-def load_model(directory: str | os.PathLike, model: Module, strict: bool = True) -> None:
+def load_model(directory: str | os.PathLike[str], model: Module, strict: bool = True) -> None:
     """Load the model of a checkpoint, without its optimizer: to evaluate, to serve, to fine-tune.
 
     Not collective, and needs no process group: a process that calls it reads for itself. If it fails, nothing is
@@ -142,7 +143,7 @@ def load_model(directory: str | os.PathLike, model: Module, strict: bool = True)
     model_only.read_model(_path_of(directory), model, strict)
 
 
-def load_extra(directory: str | os.PathLike) -> dict[str, Any]:
+def load_extra(directory: str | os.PathLike[str]) -> dict[str, Any]:
     """What was saved as ``extra``: to see what a checkpoint is of before a model is built for it.
 
     Not collective, and needs no process group.
@@ -150,7 +151,7 @@ def load_extra(directory: str | os.PathLike) -> dict[str, Any]:
     return model_only.read_extra(_path_of(directory))
 
 
-def latest(directory: str | os.PathLike, thorough: bool = True) -> Path | None:
+def latest(directory: str | os.PathLike[str], thorough: bool = True) -> Path | None:
     """The newest checkpoint in ``directory`` that is complete and undamaged; None if there is none.
 
     Not collective. ``thorough`` reads every byte of it; without, names, sizes and the metadata are checked, and damage
@@ -163,7 +164,7 @@ def latest(directory: str | os.PathLike, thorough: bool = True) -> Path | None:
 
 
 def resume(
-    directory: str | os.PathLike, optimizer: Optimizer, model: Module | None = None, strict: bool = True
+    directory: str | os.PathLike[str], optimizer: Optimizer | Wrapper, model: Module | None = None, strict: bool = True
 ) -> tuple[Path, dict[str, Any]] | None:
     """Load the newest checkpoint in ``directory`` that can be read; None if there is no checkpoint at all.
 
@@ -202,7 +203,7 @@ def resume(
     return None
 
 
-def verify(directory: str | os.PathLike) -> None:
+def verify(directory: str | os.PathLike[str]) -> None:
     """Read every byte of a checkpoint, of shardstep or DCP. CheckpointError tells what is missing or damaged.
 
     Not collective.
@@ -212,7 +213,7 @@ def verify(directory: str | os.PathLike) -> None:
         raise CheckpointError("; ".join(problems))
 
 
-def _path_of(directory: str | os.PathLike) -> Path:
+def _path_of(directory: str | os.PathLike[str]) -> Path:
     if "://" in os.fspath(directory):
         raise ValueError(
             f"directory expects a path but got the address {os.fspath(directory)!r}. For object storage give "

@@ -5,7 +5,6 @@ from __future__ import annotations
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from pathlib import Path
-from typing import Any
 
 
 class SaveHandle:
@@ -15,7 +14,7 @@ class SaveHandle:
         directory: where the checkpoint is when it is complete.
     """
 
-    def __init__(self, directory: Path, started: Future[Any] | None = None) -> None:
+    def __init__(self, directory: Path, started: Future[None] | None = None) -> None:
         self.directory = directory
         self.reported = False  # whether ``wait`` has raised what failed
         self._started = started

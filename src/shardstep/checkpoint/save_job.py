@@ -53,7 +53,7 @@ class SaveJob:
         finally:
             self._claim.release()
 
-    def start(self) -> Future[Any]:
+    def start(self) -> Future[None]:
         """Save in a thread, what was staged."""
         form, group = self._contribution.form, self._group.process_group
         started = dcp_calls.save_in_thread(form, self._writer(), LeafPlanner(), group)

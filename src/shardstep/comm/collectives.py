@@ -22,7 +22,7 @@ import ctypes
 import json
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -31,7 +31,7 @@ from torch import Tensor
 from shardstep.comm import torch_versions
 from shardstep.comm.process_group import Group
 
-GradBucket = dist.GradBucket  # what DDP gives to its hooks
+GradBucket: TypeAlias = dist.GradBucket  # what DDP gives to its hooks
 
 # Our sends and receives carry a tag of their own, so that they cannot meet a user's on the same group.
 _TAG = 0x5353

@@ -7,12 +7,14 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 
 from shardstep.comm import torch_versions
+
+ProcessGroup: TypeAlias = dist.ProcessGroup  # for the signatures of those who touch no torch.distributed
 
 
 @dataclass(frozen=True)

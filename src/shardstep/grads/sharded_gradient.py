@@ -7,7 +7,7 @@ gradient knows its owner and answers for all ranks. What would need the whole gr
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -58,19 +58,19 @@ class ShardedGradient(Tensor):
         incoming, self.incoming = self.incoming, None
         return incoming
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"ShardedGradient(of {self._label}, shape {tuple(self.shape)}; see optimizer.full_grad)"
 
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+    def numpy(self, *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(_refusal("numpy", self))
 
-    def tolist(self) -> Any:
+    def tolist(self) -> NoReturn:
         raise RuntimeError(_refusal("tolist", self))
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+    def __array__(self, *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(_refusal("numpy", self))
 
-    def __reduce_ex__(self, proto: Any) -> Any:
+    def __reduce_ex__(self, proto: object) -> NoReturn:
         raise RuntimeError(_refusal("pickle or copy", self))
 
     @classmethod

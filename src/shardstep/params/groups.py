@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -13,7 +13,8 @@ from shardstep.comm.codec import dtype_name
 from shardstep.layout.specs import ParamSpec
 from shardstep.params.option_facts import option_texts
 
-GRANULARITIES = ("auto", "element", "tensor")
+Granularity = Literal["auto", "element", "tensor"]
+GRANULARITIES = get_args(Granularity)
 
 
 def normalize(params: Any) -> list[dict[str, Any]]:

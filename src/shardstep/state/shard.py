@@ -8,12 +8,16 @@ DCP's functions on state dicts take nothing else; what would need the whole rais
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
 from shardstep.layout.boxes import Box, boxes_of, whole
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 aten = torch.ops.aten
 
@@ -59,7 +63,7 @@ class StateShard(Tensor):
 
     # --- DCP's questions ------------------------------------------------------------------------------------------
 
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+    def __create_write_items__(self, fqn: str, object: object) -> list[WriteItem]:
         """What this rank writes under the key ``fqn``."""
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
@@ -76,18 +80,18 @@ class StateShard(Tensor):
             for part in self.parts
         ]
 
-    def __create_chunk_list__(self) -> list[Any]:
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """What this rank wants to read. DCP asks only if its checkpoint has such an entry."""
         self.loaded = True
         return [_chunk(part.box) for part in self.parts]
 
-    def __get_tensor_shard__(self, index: Any) -> Tensor:
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """This rank's memory for the box that DCP means."""
-        return next(part.tensor for part in self.parts if part.box.offsets == tuple(index.offset))
+        return next(part.tensor for part in self.parts if part.box.offsets == tuple(index.offset or ()))
 
     # --- a tensor as far as DCP's functions on state dicts need one -------------------------------------------------
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         held = sum(part.box.numel for part in self.parts)
         return f"StateShard(shape {tuple(self.shape)}, {self.dtype}, {held} elements here)"
 
@@ -96,13 +100,13 @@ class StateShard(Tensor):
         memo[id(self)] = twin
         return twin
 
-    def __reduce_ex__(self, proto: Any) -> Any:
+    def __reduce_ex__(self, proto: object) -> NoReturn:
         raise RuntimeError(_refusal("pickling"))
 
-    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+    def numpy(self, *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(_refusal("numpy"))
 
-    def tolist(self) -> Any:
+    def tolist(self) -> NoReturn:
         raise RuntimeError(_refusal("tolist"))
 
     @classmethod
@@ -131,7 +135,7 @@ def _refusal(what: str) -> str:
     )
 
 
-def _chunk(box: Box) -> Any:
+def _chunk(box: Box) -> ChunkStorageMetadata:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))

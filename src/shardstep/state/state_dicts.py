@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import torch
@@ -243,7 +244,7 @@ class ShardedOptimizer(Optimizer):
         return self._status.view
 
     @state.setter
-    def state(self, value: Any) -> None:
+    def state(self, value: Mapping[Any, Any]) -> None:
         status: Status | None = getattr(self, "_status", None)
         view = status.view if status is not None else None
         if view is None:  # torch's constructor, before there is a local optimizer

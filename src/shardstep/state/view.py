@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from shardstep.params.progress import Progress
 
 
-class StateView(MutableMapping):
+class StateView(MutableMapping[Any, Any]):
     """The local optimizer's state, keyed by the user's parameters.
 
     Reads and writes go through: nothing is kept here. Every parameter has an entry on every rank, empty where

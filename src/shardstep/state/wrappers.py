@@ -5,7 +5,9 @@ A wrapper that is mistaken for the optimizer loses state silently. So it is open
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
+
+from torch.optim import Optimizer
 
 from shardstep.params.local_optimizer import inner_optimizers
 from shardstep.state.state_dicts import ShardedOptimizer
@@ -19,6 +21,13 @@ _TRANSPARENT = (
     ("lightning.fabric.wrappers", "_FabricOptimizer"),
     ("lightning_fabric.wrappers", "_FabricOptimizer"),
 )
+
+
+class Wrapper(Protocol):
+    """What a framework calls the optimizer, for type checkers: Lightning's and Fabric's are no ``Optimizer``."""
+
+    @property
+    def optimizer(self) -> Optimizer: ...
 
 
 def unwrapped(optimizer: Any) -> Any:

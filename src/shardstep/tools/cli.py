@@ -9,9 +9,9 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from shardstep import __version__
 from shardstep.checkpoint import inspection, keys
 from shardstep.checkpoint.storage.manifest import CheckpointError
 from shardstep.tools import arguments, output
@@ -76,7 +76,7 @@ def _line(error: Exception) -> str:
 def _parser() -> ArgumentParser:
     about = "Tools for checkpoint directories of shardstep and DCP."
     parser = ArgumentParser(prog="shardstep", description=about, epilog=_EXIT_CODES)
-    parser.add_argument("--version", action="version", version=f"shardstep {_version()}")
+    parser.add_argument("--version", action="version", version=f"shardstep {__version__}")
     commands = parser.add_subparsers(required=True, metavar="command")
     json = ArgumentParser(add_help=False)
     json.add_argument("--json", action="store_true", help="everything, as one JSON object")
@@ -119,13 +119,6 @@ def _add_convert(convert: ArgumentParser) -> None:
         "(torchao.optim does). Never imported because a file says so",
     )
     convert.set_defaults(run=_convert)
-
-
-def _version() -> str:
-    try:
-        return version("shardstep")
-    except PackageNotFoundError:  # run from its source
-        return "(not installed)"
 
 
 def _inspect(args: Namespace) -> int:

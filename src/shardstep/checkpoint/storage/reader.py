@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
 from shardstep.checkpoint.storage import dcp_versions, safe_metadata
@@ -43,7 +43,7 @@ class Reader(FileSystemReader):
         ```
     """
 
-    def __init__(self, path: str | os.PathLike) -> None:
+    def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
         self.bytes_read = 0  # of data files
         self._manifest: Manifest | None = None
@@ -61,7 +61,7 @@ class Reader(FileSystemReader):
         """The checksums, if the directory has any. There after ``read_metadata``."""
         return self._manifest
 
-    def reset(self, checkpoint_id: str | os.PathLike | None = None) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         super().reset(checkpoint_id)
         if checkpoint_id is not None:
             self._metadata = None
@@ -112,7 +112,7 @@ class Reader(FileSystemReader):
             for chunk in entry.chunks
         }
 
-    def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         by_file: dict[str, list[ReadItem]] = {}
         for item in plan.items:
             by_file.setdefault(self.storage_data[item.storage_index].relative_path, []).append(item)
@@ -123,7 +123,7 @@ class Reader(FileSystemReader):
         done.set_result(None)
         return done
 
-    def _read_file(self, name: str, items: list[ReadItem], planner: Any) -> None:
+    def _read_file(self, name: str, items: list[ReadItem], planner: LoadPlanner) -> None:
         path = self.directory / name
         checks = self._manifest.files.get(name) if self._manifest is not None else None
         try:
@@ -137,7 +137,7 @@ class Reader(FileSystemReader):
         except Exception as error:  # torch.load raises anything for what it did not write
             raise CheckpointError(f"{path} cannot be read as a file of a DCP checkpoint: {error}") from error
 
-    def _read_item(self, file: _OpenFile, item: ReadItem, planner: Any) -> None:
+    def _read_item(self, file: _OpenFile, item: ReadItem, planner: LoadPlanner) -> None:
         info = self.storage_data[item.storage_index]
         transforms = dcp_versions.transforms_of(info)
         if transforms:
