@@ -125,6 +125,9 @@ class Shadow(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._optimizer.engine.source.leave_join()
+        # torch leaves a Joinable enabled when its context is over: every later step would ask who is there.
+        joinable: Any = self._optimizer
+        joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
 
     @property
     def _params(self) -> list[Tensor]:

@@ -692,3 +692,23 @@ def norms_without_broadcasts(rank: int, world: int) -> None:
 
 def test_without_broadcast_buffers_statistics_stay_each_ranks_own():
     run_ranks(norms_without_broadcasts, 3, timeout=60, pg_timeout=20)
+
+
+def after_the_context(rank: int, world: int, shard_gradients: bool) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).double()
+    wrapped = model if shard_gradients else DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.1, shard_gradients=shard_gradients)
+    for _ in range(2):
+        with Join([optimizer] if shard_gradients else [wrapped, optimizer]):
+            assert optimizer.in_join_context
+            for _ in range(rank + 1):
+                wrapped(torch.randn(3, 4).double()).sum().backward()
+                optimizer.step()
+        assert not optimizer.in_join_context
+        optimizer.broadcast_buffers(model)
+    optimizer.check_replicas()
+
+
+@pytest.mark.parametrize("shard_gradients", [False, True])
+def test_when_the_context_is_over_steps_ask_nobody_and_buffers_may_be_broadcast(shard_gradients):
+    run_ranks(after_the_context, 3, shard_gradients)

@@ -49,6 +49,7 @@ ANY = {
     "StateShard.__torch_dispatch__(return)": DISPATCH,
     "StateShard.__deepcopy__(memo)": PICKLED,
     "load(return)": EXTRA,
+    "load_extra(return)": EXTRA,
     "resume(return)": EXTRA,
     "Reader.read_metadata(args)": HANDED_ON,
     "Reader.read_metadata(kwargs)": HANDED_ON,
