@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.join import Join, JoinHook
+from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 
 from shardstep.comm import collectives
 from shardstep.comm.codec import decode, dtype_name, dtype_of, encode
-from shardstep.comm.process_group import Group
+from shardstep.comm.process_group import Group, ProcessGroup
 from shardstep.engine import Engine
 from shardstep.grads.attendance import Activity, Call, JoinEnded, Roll
 from shardstep.grads.source import GradientSource, StepGradients
@@ -139,6 +139,36 @@ class Shadow(JoinHook):
         engine.step(self._optimizer.param_groups, source=borrowed)
         if engine.sharded.builder.consumes:
             self._optimizer.zero_grad()
+
+
+class UnevenInputs(Joinable):
+    """The part of ``ZeroRedundancyOptimizer`` that torch's Join sees."""
+
+    engine: Engine
+    _attendance: JoinAttendance
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """The hook that shadows this rank's part once it has run out of inputs. List DDP before the optimizer.
+
+        With ``shard_gradients`` there is no DDP, and ``divide_by_initial_world_size`` is taken as DDP takes it.
+        """
+        self._attendance.divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
+        return Shadow(cast(Uneven, self), self._attendance)
+
+    @property
+    def in_join_context(self) -> bool:
+        """Whether ranks may have run out of inputs."""
+        return self._join_config.enable
+
+    @property
+    def join_device(self) -> torch.device:
+        """On which device torch's Join counts the ranks that still have inputs."""
+        return next((param.device for param in self.engine.sharded.params.values()), torch.device("cpu"))
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        """Among which ranks torch's Join counts: those that share the state."""
+        return self.engine.sharded.group.process_group
 
 
 class LentGradients(StepGradients):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 import torch
 from torch import Tensor
-from torch.distributed.algorithms.join import Joinable, JoinHook
+from torch.distributed.algorithms.join import Joinable
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -18,18 +18,16 @@ from shardstep.comm.consensus import RankConsensus, opening
 from shardstep.comm.process_group import ProcessGroup, debug_is_on, find_group, group_name, open_group
 from shardstep.engine import Engine
 from shardstep.grads import clipping
-from shardstep.grads.ddp_buckets import DdpBucketGradients, evaluated_once
+from shardstep.grads.ddp_buckets import evaluated_once
+from shardstep.grads.mode import GradientMode
 from shardstep.grads.parameter_gradients import ParameterGradients
-from shardstep.grads.reduced_gradients import ReducedGradients
 from shardstep.grads.settings import ReduceSettings
-from shardstep.grads.source import GradientSource
-from shardstep.join import JoinAttendance, Shadow
+from shardstep.join import JoinAttendance, UnevenInputs
 from shardstep.layout import plan
 from shardstep.layout.specs import Layout
 from shardstep.params import groups, replicas
 from shardstep.params.builder import OptimizerBuilder
 from shardstep.params.local_optimizer import copy_options
-from shardstep.params.model_search import check_not_in_ddp
 from shardstep.params.sharded_parameters import ShardedParameters
 from shardstep.state import memory
 from shardstep.state.memory import MemoryReport
@@ -40,7 +38,7 @@ logger = logging.getLogger(__name__)
 Loss = TypeVar("Loss")
 
 
-class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
+class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
     """Wraps any optimizer and shards its state over the ranks of a process group (ZeRO-1, ZeRO-2).
 
     Takes the arguments of ``torch.distributed.optim.ZeroRedundancyOptimizer``; changing the import is the whole
@@ -119,10 +117,9 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
         **defaults: Any,
     ) -> None:
         with opening("ZeroRedundancyOptimizer", process_group) as open_consensus:
-            settings = ReduceSettings(
-                reduce_dtype, gradient_buckets_in_flight, overlap_backward, find_unused_parameters
-            )
-            settings.check(shard_gradients, overlap_with_ddp, lazy_gather)
+            reduce = ReduceSettings(reduce_dtype, gradient_buckets_in_flight, overlap_backward, find_unused_parameters)
+            mode = GradientMode(shard_gradients, overlap_with_ddp, lazy_gather, broadcast_parameters, reduce)
+            mode.check()
             new_groups = groups.normalize(params)
             granularities = [groups.take_granularity(group, shard) for group in new_groups]
             groups.name_empty_groups(new_groups)
@@ -136,24 +133,16 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
                 shard,
                 bucket_cap_mb,
                 views=bool(parameters_as_bucket_view),
-                apart=shard_gradients or overlap_with_ddp,
+                apart=mode.needs_own_tensors,
                 reduce_dtype=reduce_dtype,
             )
             self.optim = sharded.build(self.param_groups, granularities, given)
-            if shard_gradients:
-                check_not_in_ddp(sharded.params.values())
-                settings.check_params(sharded.params.values())
+            mode.check_params(sharded.params.values())
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups, sharded.builder.notes)
-        mode = {"shard_gradients": str(shard_gradients), "overlap_with_ddp": str(overlap_with_ddp), **settings.facts()}
-        mode |= {"broadcast_parameters": str(broadcast_parameters), "lazy_gather": str(lazy_gather)}
-        consensus.check_equal("ZeroRedundancyOptimizer", sharded.facts(self.param_groups, mode))
+        consensus.check_equal("ZeroRedundancyOptimizer", sharded.facts(self.param_groups, mode.facts()))
         attendance = JoinAttendance(self, consensus.group)
-        source: GradientSource = ParameterGradients(sharded)
-        if shard_gradients:
-            source = ReducedGradients(sharded, consensus, settings, attendance, broadcast_parameters)
-        elif overlap_with_ddp:
-            source = DdpBucketGradients(sharded)
+        source = mode.source(sharded, consensus, attendance)
         source.adopt(list(sharded.params.values()))
         sharded.settle()
         source.extend()
@@ -357,28 +346,3 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, Joinable):
     def memory(self) -> MemoryReport:
         """Bytes of parameters, gradients and optimizer state that this rank holds, measured on its live tensors."""
         return memory.measure(self.engine.sharded.params.values(), self.optim.state, self.engine.source.tensors())
-
-    # --- uneven inputs --------------------------------------------------------------------------------------------
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """The hook that shadows this rank's part once it has run out of inputs. List DDP before the optimizer.
-
-        With ``shard_gradients`` there is no DDP, and ``divide_by_initial_world_size`` is taken as DDP takes it.
-        """
-        self._attendance.divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
-        return Shadow(self, self._attendance)
-
-    @property
-    def in_join_context(self) -> bool:
-        """Whether ranks may have run out of inputs."""
-        return self._join_config.enable
-
-    @property
-    def join_device(self) -> torch.device:
-        """On which device torch's Join counts the ranks that still have inputs."""
-        return self._all_params[0].device if self._all_params else torch.device("cpu")
-
-    @property
-    def join_process_group(self) -> ProcessGroup:
-        """Among which ranks torch's Join counts: those that share the state."""
-        return self.process_group

@@ -27,7 +27,7 @@ ANY = {
     "ZeroRedundancyOptimizer.__init__(defaults)": OPTIONS,
     "ZeroRedundancyOptimizer.add_param_group(param_group)": OPTIONS,
     "ZeroRedundancyOptimizer.step(kwargs)": "further arguments of any optimizer's step",
-    "ZeroRedundancyOptimizer.join_hook(kwargs)": "torch's Join passes whatever its user gave it",
+    "UnevenInputs.join_hook(kwargs)": "torch's Join passes whatever its user gave it",
     "ZeroRedundancyOptimizer.__getstate__(return)": PICKLED,
     "ZeroRedundancyOptimizer.__setstate__(state)": PICKLED,
     "ShardedOptimizer.state_dict(return)": PLAIN,

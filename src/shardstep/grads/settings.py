@@ -18,23 +18,8 @@ class ReduceSettings:
     overlap: bool = True
     find_unused: bool = False
 
-    def check(self, shard_gradients: bool, overlap_with_ddp: bool, lazy_gather: bool) -> None:
-        """ValueError if the arguments do not go together."""
-        if shard_gradients and overlap_with_ddp:
-            raise ValueError(
-                "shard_gradients=True and overlap_with_ddp=True exclude each other: in the first the optimizer reduces "
-                "the gradients, in the second DDP does. Drop one of them."
-            )
-        if lazy_gather and overlap_with_ddp:
-            raise ValueError(
-                "lazy_gather=True and overlap_with_ddp=True exclude each other: a DDP hook gathers the parameters "
-                "within backward. Drop one of them."
-            )
-        if not shard_gradients and self != ReduceSettings():
-            raise ValueError(
-                "reduce_dtype, gradient_buckets_in_flight, overlap_backward and find_unused_parameters expect an "
-                "optimizer that reduces the gradients itself. Add shard_gradients=True, or drop them."
-            )
+    def check(self) -> None:
+        """ValueError if an argument is none that there is."""
         if self.reduce_dtype is not None and not getattr(self.reduce_dtype, "is_floating_point", False):
             raise ValueError(
                 f"reduce_dtype expects a floating point dtype but got {self.reduce_dtype!r}. Use torch.float32."
