@@ -115,6 +115,7 @@ def shares_of(printed: str, what: str) -> list[float]:
     return [float(held) for held in re.findall(rf"^rank \d: .*{what} ([\d.]+) MB", printed, flags=re.MULTILINE)]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)  # three jobs; 95 s with eight busy processes per core
 def test_the_main_job_goes_on_after_an_interrupt_on_other_ranks_and_ends_where_sharded_gradients_end(
     tmp_path: Path,
