@@ -32,9 +32,6 @@ class Uneven(Protocol):
     engine: Engine
     param_groups: list[dict[str, Any]]
 
-    @property
-    def in_join_context(self) -> bool: ...
-
     def zero_grad(self, set_to_none: bool = True) -> None: ...
 
 
@@ -45,18 +42,38 @@ class JoinAttendance:
         self._optimizer = weakref.ref(optimizer)
         self._group = group
         self.divides_by_initial_world_size = True
+        self._left: Any = None  # torch's configuration of the context that all ranks have left together
 
     @property
     def is_uneven(self) -> bool:
+        config = self._config
+        return config is not None and config.enable
+
+    @property
+    def may_be_incomplete(self) -> bool:
+        return self.is_uneven and self._config is not self._left
+
+    @property
+    def _config(self) -> Any:
         optimizer = self._optimizer()
-        return optimizer is not None and optimizer.in_join_context
+        return optimizer._join_config if optimizer is not None else None
+
+    def leave(self) -> None:
+        """All ranks are out of inputs, so all are here again.
+
+        torch leaves the optimizer enabled, and a context that is entered once more does not say so. Steps therefore go
+        on asking who is there, until another context is made.
+        """
+        self._left = self._config
 
     def notify(self) -> None:
         """Tell the ranks without inputs that this one goes on. JoinEnded if the context is to end early."""
         try:
             Join.notify_join_context(self._optimizer())  # type: ignore[arg-type]
         except RuntimeError as error:
-            raise (JoinEnded(str(error)) if self.is_uneven else error) from error
+            if not self._config.throw_on_early_termination:
+                raise
+            raise JoinEnded(str(error)) from error
 
     def begin_step(self, source: GradientSource, sharded: ShardedParameters, has_closure: bool) -> StepGradients:
         """The gradients of a step that begins: in a Join context they are lent."""
@@ -102,7 +119,10 @@ class JoinAttendance:
 
     def meet(self, call: Call) -> list[Call]:
         """Collective. What everybody does now, by rank."""
-        return [Call(*row) for row in collectives.all_gather_ints(self._group, call)]
+        everyone = [Call(*row) for row in collectives.all_gather_ints(self._group, call)]
+        if any(one.kind == Activity.JOINED for one in everyone):
+            self._left = None
+        return everyone
 
 
 class Shadow(JoinHook):
@@ -125,9 +145,7 @@ class Shadow(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._optimizer.engine.source.leave_join()
-        # torch leaves a Joinable enabled when its context is over: every later step would ask who is there.
-        joinable: Any = self._optimizer
-        joinable._join_config = type(joinable._join_config).construct_disabled_join_config()
+        self._attendance.leave()
 
     @property
     def _params(self) -> list[Tensor]:
@@ -157,8 +175,8 @@ class UnevenInputs(Joinable):
 
     @property
     def in_join_context(self) -> bool:
-        """Whether ranks may have run out of inputs."""
-        return self._join_config.enable
+        """Whether ranks may have run out of inputs: in a Join context, until all ranks have left it."""
+        return self._attendance.may_be_incomplete
 
     @property
     def join_device(self) -> torch.device:

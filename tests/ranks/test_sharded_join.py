@@ -30,7 +30,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
-from tests.oracle import error_of
+from tests.oracle import assert_same, error_of
 from tests.surroundings import choose
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-12}
@@ -698,17 +698,55 @@ def after_the_context(rank: int, world: int, shard_gradients: bool) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)).double()
     wrapped = model if shard_gradients else DistributedDataParallel(model)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.1, shard_gradients=shard_gradients)
+
+    def fit(count: int) -> None:
+        for _ in range(count):
+            wrapped(torch.randn(3, 4).double()).sum().backward()
+            optimizer.step()
+
     for _ in range(2):
         with Join([optimizer] if shard_gradients else [wrapped, optimizer]):
-            assert optimizer.in_join_context
-            for _ in range(rank + 1):
-                wrapped(torch.randn(3, 4).double()).sum().backward()
-                optimizer.step()
-        assert not optimizer.in_join_context
-        optimizer.broadcast_buffers(model)
+            assert "before or after" in str(error_of(lambda: optimizer.broadcast_buffers(model), "in the context"))
+            fit(rank + 1)
+        for _ in range(2):  # directly after it, and after further steps
+            optimizer.broadcast_buffers(model)
+            if shard_gradients:
+                model(torch.ones(3, 4).double()).sum().backward()
+                assert model[0].weight.grad.norm() >= 0
+                optimizer.zero_grad()
+            fit(1)
     optimizer.check_replicas()
 
 
 @pytest.mark.parametrize("shard_gradients", [False, True])
-def test_when_the_context_is_over_steps_ask_nobody_and_buffers_may_be_broadcast(shard_gradients):
+def test_when_the_context_is_over_what_needs_all_ranks_is_possible_again(shard_gradients):
     run_ranks(after_the_context, 3, shard_gradients)
+
+
+def contexts_again(rank: int, world: int, shard_gradients: bool) -> None:
+    """Two epochs, with other ranks running out first, in contexts of their own, in one twice, and in a nested one."""
+    weights = []
+    for way in ("new", "again", "nested"):
+        torch.manual_seed(3)
+        model = torch.nn.Linear(4, 3).double()
+        wrapped = model if shard_gradients else DistributedDataParallel(model)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.1, shard_gradients=shard_gradients)
+        joined = [optimizer] if shard_gradients else [wrapped, optimizer]
+        kept = Join(joined)
+        for epoch, count in enumerate((rank + 1, world - rank)):
+            outer = Join(joined) if way == "nested" else contextlib.nullcontext()
+            with outer, Join(joined) if way != "again" else kept:
+                for batch in batches(rank + 10 * epoch, count):
+                    optimizer.zero_grad()
+                    wrapped(batch[:, :4]).square().mean().backward()
+                    optimizer.step()
+        optimizer.check_replicas()
+        weights.append([param.detach().clone() for param in model.parameters()])
+    assert_same(weights[1], weights[0], "a context that is entered twice")
+    assert_same(weights[2], weights[0], "a context inside another")
+
+
+@pytest.mark.parametrize("shard_gradients", [False, True])
+def test_a_context_may_be_entered_twice_or_inside_another(shard_gradients):
+    """torch makes its configuration when the context is made, not when it is entered."""
+    run_ranks(contexts_again, 3, shard_gradients, pg_timeout=20)

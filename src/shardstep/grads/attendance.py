@@ -53,7 +53,11 @@ class Attendance(Protocol):
 
     @property
     def is_uneven(self) -> bool:
-        """Whether ranks may have run out of inputs."""
+        """Whether to ask, before a collective, which ranks have inputs."""
+
+    @property
+    def may_be_incomplete(self) -> bool:
+        """Whether ranks may be without inputs now, so that what nobody announces to them is not possible."""
 
     def call_roll(self, iteration: int, aborted: bool, sent: int) -> Roll:
         """Collective. Before a round. JoinEnded if it is not to begin."""

@@ -148,7 +148,7 @@ class ReducedGradients(GradientSource):
 
     def norm_of(self, index: int, order: float, dtype: torch.dtype) -> Tensor:
         """Collective. The norm of a parameter's whole gradient, 0-dim."""
-        if self._attendance.is_uneven:
+        if self._attendance.may_be_incomplete:
             raise RuntimeError(
                 "the norm of a sharded gradient is not available in a Join context: a rank that has joined is not "
                 "asked. Use optimizer.clip_grad_norm_ to clip."
