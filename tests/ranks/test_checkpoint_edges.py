@@ -182,10 +182,10 @@ def save_two_at_once(rank: int, world: int, parent: Path) -> None:
     """Two optimizers (a GAN's) save in the background for the first time, and the first is held up on rank 0."""
     prepare = directories.prepare
 
-    def slowly(path: Path) -> None:
+    def slowly(path: Path, token: str) -> None:
         if path.name == "a":
             time.sleep(0.7)
-        prepare(path)
+        prepare(path, token)
 
     directories.prepare = slowly
     handles = []

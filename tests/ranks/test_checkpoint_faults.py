@@ -593,3 +593,47 @@ def disagree(rank: int, world: int, parent: Path) -> None:
 
 def test_arguments_that_differ_are_told_on_every_rank(tmp_path: Path) -> None:
     run_ranks(disagree, RANKS, tmp_path)
+
+
+# --- two jobs ---------------------------------------------------------------------------------------------------------
+
+
+def save_beside_another_job(rank: int, world: int, path: Path, rounds: int) -> list[str]:
+    """Each rank is a job of its own, as if one was started again while the old one still runs."""
+    dist.barrier()
+    store = dist.distributed_c10d._get_default_store()
+    dist.destroy_process_group()
+    told = []
+    for number in range(rounds):
+        model = Weights(LARGE)
+        optimizer = plain(model)
+        step(model, optimizer, 1 + rank)
+        store.add(f"round {number}", 1)
+        while store.add(f"round {number}", 0) < world:
+            time.sleep(0.001)
+        try:
+            checkpoint.save(path, optimizer, model, {"job": rank})
+            told.append("saved")
+        except Exception as error:
+            told.append(f"{type(error).__name__}: {error}")
+        store.add(f"done {number}", 1)
+        while store.add(f"done {number}", 0) < world:
+            time.sleep(0.001)
+        if rank == 0:
+            checkpoint.verify(path)
+            found = Weights(LARGE)
+            job = checkpoint.load(path, plain(found), found)["job"]
+            expected = Weights(LARGE)
+            step(expected, plain(expected), 1 + job)
+            assert weights_digest(found) == weights_digest(expected), f"round {number}: a mixture"
+        store.add(f"checked {number}", 1)
+        while store.add(f"checked {number}", 0) < world:
+            time.sleep(0.001)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the harness leaves
+    return told
+
+
+def test_two_jobs_that_save_under_one_name_both_succeed_and_one_whole_checkpoint_stays(tmp_path: Path) -> None:
+    for told in run_ranks(save_beside_another_job, 2, tmp_path / "c", 15, fresh=True):
+        assert told == ["saved"] * 15
+    assert [path.name for path in tmp_path.iterdir()] == ["c"]

@@ -80,19 +80,3 @@ def test_damage_is_named_and_changes_nothing(saved, tmp_path: Path) -> None:
     with pytest.raises(checkpoint.CheckpointError, match="damaged"):
         checkpoint.load_model(tmp_path / "damaged", model)
     assert_same(dict(model.state_dict()), before, "model")
-
-
-def save_after_a_kill(rank: int, world: int, folder: Path) -> list[str]:
-    optimizer = ZeroRedundancyOptimizer(new_model().parameters(), torch.optim.AdamW, lr=0.1)
-    if rank == 0:
-        (folder / ".c.0123456789abcdef.0.00000000.claim").touch()  # as a run that was killed in a save leaves it
-        (folder / ".other.0123456789abcdef.0.00000000.claim").touch()
-    dist.barrier()
-    checkpoint.save(folder / "c", optimizer)
-    dist.barrier()
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_what_a_killed_run_left_beside_a_checkpoint_goes_when_it_is_saved_again(tmp_path: Path) -> None:
-    for names in run_ranks(save_after_a_kill, 2, tmp_path):
-        assert names == [".other.0123456789abcdef.0.00000000.claim", "c"]

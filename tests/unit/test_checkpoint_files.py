@@ -836,7 +836,8 @@ def test_a_crash_at_any_place_leaves_the_checkpoint_before_or_the_new_one(
         oracle, plain = trained(steps)
         assert_same(dict(model.state_dict()), dict(oracle.state_dict()), claim)
         assert_same(optimizer.state_dict(), plain.state_dict(), claim)
-        if at % 3 == 0:  # and the next save works, and leaves nothing of the crash
+        if at % 3 == 0:  # and the next save works, and leaves nothing of the crash, once that is a while ago
+            let_pass(3600, parent)
             saved(parent / name, 6, keep=1)
             assert os.listdir(parent) == [name], f"{claim}: then {os.listdir(parent)}"
             assert_holds(parent / name, 6)
@@ -853,11 +854,32 @@ def test_a_crash_between_the_two_renames_keeps_the_old_checkpoint(tmp_path: Path
     assert_holds(tmp_path / "last", 3)
 
 
-def test_what_an_interrupted_save_left_is_never_the_latest(tmp_path: Path) -> None:
+def let_pass(seconds: float, parent: Path) -> None:
+    """Make what saves have left look so much older."""
+    for path in (inner for left in parent.glob(".*") for inner in (left, *left.rglob("*"))):
+        at = path.stat().st_mtime - seconds
+        os.utime(path, (at, at))
+
+
+def test_what_an_interrupted_save_left_is_never_the_latest_and_goes_when_nobody_writes_to_it(tmp_path: Path) -> None:
     saved(tmp_path / "a", 1)
     saved(tmp_path / "b", 2)
-    os.rename(tmp_path / "b", directories.aside_of(tmp_path / "b"))
+    left = directories.aside_of(tmp_path / "b", "0123abcd")
+    os.rename(tmp_path / "b", left)
+    other = directories.aside_of(tmp_path / "b.c", "0123abcd")  # of a checkpoint of another name
+    shutil.copytree(left, other)
     assert checkpoint.latest(tmp_path) == tmp_path / "a"
+    saved(tmp_path / "b", 3)  # another job may still be at it
+    assert sorted(os.listdir(tmp_path)) == sorted([left.name, other.name, "a", "b"])
+    let_pass(700, tmp_path)
+    next(other.iterdir()).touch()
     saved(tmp_path / "b", 3)
-    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+    assert sorted(os.listdir(tmp_path)) == [other.name, "a", "b"]
     assert_holds(tmp_path / "b", 3)
+    let_pass(25 * 3600, tmp_path)
+    (tmp_path / ".d.0123456789abcdef.0.01234567.claim").touch()
+    saved(tmp_path / "b", 4, keep=2)
+    assert sorted(os.listdir(tmp_path)) == [".d.0123456789abcdef.0.01234567.claim", "a", "b"]
+    let_pass(25 * 3600, tmp_path)
+    saved(tmp_path / "b", 4, keep=2)
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]

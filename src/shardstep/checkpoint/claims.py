@@ -11,7 +11,6 @@ it saves: a rank that does not see the file of the claimant has another director
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
 import secrets
@@ -20,6 +19,7 @@ from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
+from shardstep.checkpoint.storage import directories
 from shardstep.checkpoint.storage import manifest as manifests
 from shardstep.checkpoint.storage.manifest import Author, CheckpointError
 from shardstep.comm import process_group
@@ -69,19 +69,10 @@ def claim(directory: Path) -> Claim:
     except RuntimeError:
         sign.unlink(missing_ok=True)
         raise
-    _forget_other_runs(directory, job)
     claimed = Claim(job, key, sign)
     with released_on_failure(claimed):
         _refuse_if_another_saved(directory, job)  # and again: one may have saved meanwhile
     return claimed
-
-
-def _forget_other_runs(directory: Path, job: Job) -> None:
-    """Delete the files of runs that were killed while they saved here: a claim holds within its own run only."""
-    mine = f".{directory.name}.{job.run}."
-    for path in directory.parent.glob(f".{glob.escape(directory.name)}.*.claim"):
-        if not path.name.startswith(mine):
-            path.unlink(missing_ok=True)
 
 
 def _refuse_if_another_saved(directory: Path, job: Job) -> None:
@@ -104,7 +95,7 @@ def _take(directory: Path, job: Job, name: str) -> str:
 
 
 def _sign_of(directory: Path, job: Job, name: str) -> Path:
-    return directory.with_name(f".{directory.name}.{job.run}.{name}.claim")
+    return directory.with_name(f".{directory.name}.{job.run}.{name}{directories.CLAIM}")
 
 
 def _author_of(directory: Path) -> Author | None:

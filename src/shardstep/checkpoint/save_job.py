@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -42,6 +43,7 @@ class SaveJob:
         self._directory, self._contribution, self._keep = directory, contribution, keep
         self._group, self._consensus, self._progress = group, consensus, progress
         self._others_know = False  # that this rank failed
+        self._aside: Path | None = None  # where this save writes
 
     def run(self) -> None:
         """Save now."""
@@ -77,8 +79,7 @@ class SaveJob:
             ended.set_exception(inner)
 
     def _writer(self) -> Writer:
-        aside = directories.aside_of(self._directory)
-        return Writer(aside, self._group.rank, self._prepare, self._finish, self._reporting, self._progress)
+        return Writer(self._group.rank, self._prepare, self._finish, self._reporting, self._progress)
 
     def _undo(self, error: BaseException) -> None:
         """After a failure: the other ranks know, and nothing is left on disk."""
@@ -87,8 +88,8 @@ class SaveJob:
         if not self._consensus.someone_was_absent:  # whoever failed has stopped writing, when all have come here
             with suppress(RuntimeError):
                 self._consensus.check_equal(f"{CALL} (undoing it)", [])
-        if self._group.rank == 0:
-            directories.discard(self._directory)
+        if self._group.rank == 0 and self._aside is not None:
+            directories.discard(self._aside)
 
     @contextmanager
     def _reporting(self) -> Iterator[None]:
@@ -114,13 +115,19 @@ class SaveJob:
     def _facts(self, stage: str) -> list[tuple[str, dict[str, str]]]:
         return [("save", {"directory": self._directory.name, "stage": stage})]
 
-    def _prepare(self) -> None:
+    def _prepare(self) -> Path:
+        """Make the directory to write to, which all ranks learn from rank 0."""
+        token = secrets.token_hex(4)
         with self._reporting():
             if self._group.rank == 0:
-                directories.prepare(self._directory)
-        self._check("prepared")
+                self._aside = directories.aside_of(self._directory, token)
+                directories.prepare(self._directory, token)
+        with self._comparing():
+            token = self._consensus.announce(CALL, self._facts("prepared"), token)
+        self._aside = directories.aside_of(self._directory, token)
         with self._reporting():  # (on a file system of another host the directory may appear a moment later)
-            directories.aside_of(self._directory).mkdir(parents=True, exist_ok=True)
+            self._aside.mkdir(parents=True, exist_ok=True)
+        return self._aside
 
     def _finish(self, written: Written) -> None:
         report = json.dumps({**merged_metadata.to_json(written), "orders": self._contribution.orders})
@@ -133,7 +140,8 @@ class SaveJob:
 
     def _commit(self, reports: list[dict[str, Any]]) -> None:
         """Of what all ranks have written, one checkpoint. On rank 0."""
-        aside, parent = directories.aside_of(self._directory), self._directory.parent
+        assert self._aside is not None, "prepared"
+        aside, parent = self._aside, self._directory.parent
         metadata, files = merged_metadata.joined(reports, self._directory)
         path = aside / manifests.METADATA_NAME
         _write_durably(path, safe_metadata.dumps(metadata))
@@ -148,7 +156,7 @@ class SaveJob:
         manifests.write(aside, manifest)
         for problem in manifests.quick_problems(aside, manifest):
             raise manifests.CheckpointError(problem)
-        directories.commit(self._directory)
+        directories.commit(aside, self._directory)
         if self._keep is not None:
             directories.prune(parent, self._keep, self._directory, self._claim.author)
 

@@ -112,6 +112,16 @@ class RankConsensus:
             store.delete_key(key)
         return texts
 
+    def announce(self, call: str, facts: Facts, text: str) -> str:
+        """``check_equal``, and every rank hears rank 0's ``text``."""
+        if self.group.world_size == 1:
+            return text
+        store, key = self.group.store, f"{self._prefix(self._number + 1)}/announced"
+        if self.group.rank == 0:
+            store.set(key, text)
+        self.check_equal(call, facts)
+        return store.get(key).decode()
+
     def report_failure(self, call: str, error: BaseException) -> None:
         """Tell the ranks that wait in ``check_equal`` that this one failed. Does not wait; the caller raises."""
         if self.group.world_size == 1:
@@ -262,6 +272,7 @@ class RankConsensus:
         if self.group.rank == 0:
             store.delete_key(f"{prefix}/count")
             store.delete_key(f"{prefix}/verdict")
+            store.delete_key(f"{prefix}/announced")
 
     def _first_difference(self, facts: Facts, digest: str, verdict: dict) -> Difference:
         """Show the facts themselves: one rank of each opinion shows them, everybody compares."""

@@ -6,6 +6,7 @@ A directory under its own name is complete. What is being written has a name tha
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import shutil
 import time
@@ -19,23 +20,31 @@ from shardstep.checkpoint.storage.manifest import Author, CheckpointError, Manif
 # Endings of names that nobody takes for a checkpoint: being written; the one before, until the new one has its name;
 # being deleted.
 _SAVING, _REPLACED, _DELETED = ".saving", ".replaced", ".deleted"
+CLAIM = ".claim"  # and of a file that says who is saving, see claims.py
 _FORGOTTEN = 24 * 3600.0  # seconds after which another save's leftovers count as abandoned
+_IDLE = 600.0  # the same, for what was to become the checkpoint that is saved now
+_ATTEMPTS = 20  # to give a checkpoint a name that another job is giving to its own
 
 
-def aside_of(directory: Path) -> Path:
-    """Where the checkpoint is written before it gets its name: beside it, so that a rename is enough."""
-    return _sibling(directory, _SAVING)
+def aside_of(directory: Path, token: str) -> Path:
+    """Where the checkpoint is written before it gets its name: beside it, so that a rename is enough.
+
+    ``token``: of this save. Another job may save under the same name at the same time: each is whole, the last stays.
+    """
+    return _sibling(directory, f".{token}{_SAVING}")
 
 
-def prepare(directory: Path) -> None:
-    """Make the directory beside. What an interrupted save left there is deleted."""
+def prepare(directory: Path, token: str) -> None:
+    """Make the directory beside. What an interrupted save left there is deleted, once nothing is written to it."""
     if directory.is_symlink() or (directory.exists() and not _is_replaceable(directory)):
         raise FileExistsError(
             f"directory expects a new path, an empty directory or a checkpoint, which is replaced, but {directory} "
             "is something else. Choose another."
         )
-    aside = aside_of(directory)
-    _delete(aside)
+    aside, leftover = aside_of(directory, token), re.compile(rf"\.{re.escape(directory.name)}\.[0-9a-f]+\{_SAVING}")
+    for path in directory.parent.iterdir() if directory.parent.is_dir() else ():
+        if leftover.fullmatch(path.name):
+            _delete_if_older(path, _IDLE)
     there = next(parent for parent in aside.parents if parent.exists())
     aside.mkdir(parents=True)
     for parent in aside.parents:  # a new directory survives a power failure if its parent was flushed
@@ -48,17 +57,23 @@ def _is_replaceable(directory: Path) -> bool:
     return directory.is_dir() and ((directory / manifests.METADATA_NAME).exists() or not any(directory.iterdir()))
 
 
-def commit(directory: Path) -> None:
+def commit(aside: Path, directory: Path) -> None:
     """Give a complete checkpoint its name. From then on it survives a power failure.
 
     At every moment there is a complete one: the old one under its name, or the old one set aside, or the new one.
     """
-    aside, old = aside_of(directory), _sibling(directory, _REPLACED)
+    old = _sibling(directory, _REPLACED)
     _flush(aside)
-    if directory.exists():
-        _delete(old)
-        os.rename(directory, old)
-    os.rename(aside, directory)
+    for attempt in range(1, _ATTEMPTS + 1):
+        try:
+            if directory.exists():
+                _delete(old)
+                os.rename(directory, old)
+            os.rename(aside, directory)
+            break
+        except OSError:  # another job has moved what was there, or given the name to its own
+            if attempt == _ATTEMPTS or not aside.exists():
+                raise
     _flush(directory.parent)
     with suppress(OSError):  # the new checkpoint is complete, even if the old one cannot be deleted
         _delete(old)
@@ -84,10 +99,18 @@ def _flush(directory: Path) -> None:
         os.close(descriptor)
 
 
-def discard(directory: Path) -> None:
+def discard(aside: Path) -> None:
     """Delete what was written aside, after a failure."""
     with suppress(OSError):
-        _delete(aside_of(directory))
+        _delete(aside)
+
+
+def _delete_if_older(path: Path, seconds: float) -> None:
+    """Delete what an interrupted save left: a younger one may belong to a save that is going on."""
+    with suppress(FileNotFoundError):  # another job has given it its name, or deleted it
+        written = max((inner.stat().st_mtime for inner in path.iterdir()), default=0.0) if path.is_dir() else 0.0
+        if time.time() - max(written, path.stat().st_mtime) > seconds:
+            _delete(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 def next_sequence(parent: Path) -> int:
@@ -167,6 +190,5 @@ def prune(parent: Path, keep: int, but: Path, author: Author | None = None) -> N
         for path in parent.glob(f".*{_REPLACED}"):
             if path.with_name(path.name[1:].removesuffix(_REPLACED)).exists():
                 _delete(path)
-        for path in parent.glob(f".*{_SAVING}"):
-            if time.time() - path.stat().st_mtime > _FORGOTTEN:  # a younger one may belong to a save that is going on
-                _delete(path)
+        for path in [*parent.glob(f".*{_SAVING}"), *parent.glob(f".*{CLAIM}")]:
+            _delete_if_older(path, _FORGOTTEN)

@@ -36,7 +36,7 @@ class Written(NamedTuple):
 
 
 class Writer(StorageWriter):
-    """Writes this rank's items to one file of a directory that exists; then calls ``finish`` with what it wrote.
+    """Writes this rank's items to one file of the directory that ``prepare`` makes; then calls ``finish`` with them.
 
     For ``dcp.save(..., no_dist=True)`` on every rank: ``prepare`` and ``finish`` make one checkpoint of it. Writing
     happens inside ``reporting``.
@@ -44,16 +44,15 @@ class Writer(StorageWriter):
 
     def __init__(
         self,
-        directory: Path,
         rank: int,
-        prepare: Callable[[], None],
+        prepare: Callable[[], Path],
         finish: Callable[[Written], None],
         reporting: Callable[[], AbstractContextManager[None]],
         progress: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__()
         self._progress = progress  # called with the bytes of every item
-        self._directory, self._rank = directory, rank
+        self._directory, self._rank = Path(), rank
         self._prepare, self._finish, self._reporting = prepare, finish, reporting
         self._file = FileList(0, {})
         self._frames: dict[tuple[tuple[int, ...], torch.dtype], Frame] = {}
@@ -66,7 +65,7 @@ class Writer(StorageWriter):
         pass
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        self._prepare()
+        self._directory = self._prepare()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
