@@ -474,3 +474,20 @@ def unpickling(rank: int, world: int) -> None:
 
 def test_nothing_from_another_rank_is_unpickled():
     run_ranks(unpickling, 3)
+
+
+def does_not_step(rank: int, world: int, shard_gradients: bool) -> str | None:
+    model = torch.nn.Linear(4, 4)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), Adam, lr=0.1, shard_gradients=shard_gradients)
+    if rank == 1:
+        time.sleep(TIMEOUT + 4)
+        return None
+    error = error_of(lambda: (model(torch.ones(2, 4)).sum().backward(), optimizer.step()), "rank 1 does not come")
+    return str(error)
+
+
+@pytest.mark.parametrize("shard_gradients", [False, True])
+def test_a_rank_that_does_not_step_is_named_by_the_others(shard_gradients):
+    told = run_ranks(does_not_step, 3, shard_gradients, pg_timeout=TIMEOUT, timeout=40)
+    for text in (told[0], told[2]):
+        assert "It expects all ranks, but rank 1 did not come to it." in text, text

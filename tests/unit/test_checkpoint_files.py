@@ -883,3 +883,23 @@ def test_what_an_interrupted_save_left_is_never_the_latest_and_goes_when_nobody_
     let_pass(25 * 3600, tmp_path)
     saved(tmp_path / "b", 4, keep=2)
     assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_a_wrong_path_is_told_with_the_right_one(tmp_path: Path) -> None:
+    path = saved(tmp_path / "run" / "step-1", 1)
+    model, optimizer = trained(0)
+    for read in (
+        lambda wrong: checkpoint.load(wrong, optimizer, model),
+        lambda wrong: checkpoint.load_model(wrong, model),
+        checkpoint.load_extra,
+    ):
+        with pytest.raises(CheckpointError, match=rf"is a directory of checkpoints\. .* the newest is {path}"):
+            read(path.parent)
+        with pytest.raises(CheckpointError, match=r"holds no checkpoint \(no .metadata\)\. Check the path"):
+            read(tmp_path)
+        with pytest.raises(CheckpointError, match=r"nowhere does not exist\. Check the path"):
+            read(tmp_path / "nowhere")
+    for find in (checkpoint.latest, lambda wrong: checkpoint.resume(wrong, optimizer, model)):
+        with pytest.raises(ValueError, match=rf"expects the directory that holds .* Pass {path.parent}, or load this"):
+            find(path)
+        assert find(tmp_path / "nowhere") is None  # the first start of a job

@@ -36,7 +36,7 @@ from shardstep.checkpoint.save_handle import SaveHandle
 from shardstep.checkpoint.save_job import SaveJob
 from shardstep.checkpoint.side_channel import side_channel_of
 from shardstep.checkpoint.storage import directories
-from shardstep.checkpoint.storage.manifest import CheckpointError
+from shardstep.checkpoint.storage.manifest import METADATA_NAME, CheckpointError
 from shardstep.checkpoint.storage.reader import Reader, SafeLoadPlanner
 from shardstep.comm import collectives
 from shardstep.params.option_facts import option_facts
@@ -157,7 +157,7 @@ def latest(directory: str | os.PathLike[str], thorough: bool = True) -> Path | N
     Not collective. ``thorough`` reads every byte of it; without, names, sizes and the metadata are checked, and damage
     inside a file is found by ``load``.
     """
-    for path, manifest in directories.newest_first(_path_of(directory)):
+    for path, manifest in directories.newest_first(_parent_of("latest", directory)):
         if not thorough or not any(directories.problems(path, manifest)):
             return path
     return None
@@ -182,6 +182,7 @@ def resume(
     """
     adapted, parent = adapter_of(optimizer), _path_of(directory)
     with adapted.consensus.reporting("checkpoint.resume"):
+        parent = _parent_of("resume", parent)
         found = directories.to_try(parent) if adapted.group.rank == 0 else ([], [])
     adapted.consensus.check_equal("checkpoint.resume", [("directory", {"name": parent.name})])
     if adapted.group.world_size > 1:  # what rank 0 sees counts: file systems may differ for a moment
@@ -220,6 +221,17 @@ def _path_of(directory: str | os.PathLike[str]) -> Path:
             "optimizer.sharded_state_dict() to dcp.save with a storage writer for it."
         )
     return Path(os.path.abspath(directory))
+
+
+def _parent_of(call: str, directory: str | os.PathLike[str]) -> Path:
+    """The path of a directory in which there are checkpoints. ValueError if it is one itself: nothing is below it."""
+    path = _path_of(directory)
+    if (path / METADATA_NAME).is_file():
+        raise ValueError(
+            f"checkpoint.{call} expects the directory that holds the checkpoints but {path} is one of them. Pass "
+            f"{path.parent}, or load this one with checkpoint.load."
+        )
+    return path
 
 
 def _await_the_save_before(adapted: OptimizerAdapter) -> None:

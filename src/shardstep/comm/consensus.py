@@ -134,16 +134,16 @@ class RankConsensus:
         except RuntimeError:  # the store is gone with its host: ``error`` is what the user must see, not this
             return
 
-    def explain(self) -> str:
+    def explain(self, but: str = "") -> str:
         """Where the other ranks are, if the store knows: for the message of a collective that failed.
 
-        Looks only; never waits.
+        Looks only; never waits. Ranks that failed in ``but`` are where they should be.
         """
         store, found = self.group.store, []
         for rank in range(self.group.world_size):
             stuck = f"shardstep/{self._instance}/stuck/{rank}"
-            if rank != self.group.rank and store.check([stuck]):
-                found.append(f"rank {rank} was in {store.get(stuck).decode()}")
+            if rank != self.group.rank and store.check([stuck]) and (place := store.get(stuck).decode()) != but:
+                found.append(f"rank {rank} was in {place}")
             key = f"{self._prefix(self._number + 1)}/entered/{rank}"
             if rank != self.group.rank and store.check([key]):
                 entry = json.loads(store.get(key))
@@ -158,19 +158,11 @@ class RankConsensus:
 
         Everybody who was fails as well, at nearly the same time, and leaves a word on the store.
         """
-        store, rank = self.group.store, self.group.rank
-        others = [other for other in range(self.group.world_size) if other != rank]
-        keys = {other: f"shardstep/{self._instance}/stuck/{other}" for other in others}
         try:
-            store.set(f"shardstep/{self._instance}/stuck/{rank}", call)
-            deadline = time.monotonic() + _SAME_TIME
-            while time.monotonic() < deadline and not store.check(list(keys.values())):
-                time.sleep(0.02)
-            there = {other: store.get(key).decode() for other, key in keys.items() if store.check([key])}
+            absent = self._absent_from(call)
             meanwhile = self.explain()
         except RuntimeError:  # the store is gone with its host: the first error is all there is to tell
             return f"{call} failed: {error}"
-        absent = [other for other in others if there.get(other) != call]
         if not absent:
             return f"{call} failed, on every rank: {error}"
         return (
@@ -179,13 +171,31 @@ class RankConsensus:
             + f", so it failed: {error}. Call it on all {self.group.world_size} ranks, in the same order."
         )
 
-    def meanwhile(self) -> str:
-        """ " Meanwhile ...", to follow the message of a collective that failed; empty if nothing is known."""
+    def _absent_from(self, call: str) -> list[int]:
+        """The ranks that do not fail in ``call`` as well, at nearly the same time."""
+        store, rank = self.group.store, self.group.rank
+        others = [other for other in range(self.group.world_size) if other != rank]
+        keys = {other: f"shardstep/{self._instance}/stuck/{other}" for other in others}
+        store.set(f"shardstep/{self._instance}/stuck/{rank}", call)
+        deadline = time.monotonic() + _SAME_TIME
+        while time.monotonic() < deadline and not store.check(list(keys.values())):
+            time.sleep(0.02)
+        there = {other: store.get(key).decode() for other, key in keys.items() if store.check([key])}
+        return [other for other in others if there.get(other) != call]
+
+    def meanwhile(self, call: str = "") -> str:
+        """Where the other ranks are, to follow the message of a collective that failed; empty if nothing is known.
+
+        With ``call``: if nobody has said anything, who was not in it. Everybody who was fails as well.
+        """
         try:
-            where = self.explain()
+            where = self.explain(but=call)
+            if where:
+                return f" Meanwhile {where}."
+            absent = self._absent_from(call) if call else []
         except RuntimeError:  # the store is gone with its host: the first error is all there is to tell
-            where = ""
-        return f" Meanwhile {where}." if where else ""
+            return ""
+        return f" It expects all ranks, but {_ranks(absent)} did not come to it." if absent else ""
 
     @contextmanager
     def reporting(self, call: str) -> Iterator[None]:

@@ -289,7 +289,8 @@ class GradientReducer:
     # --- failing --------------------------------------------------------------------------------------------------
 
     def _failed(self, error: RuntimeError) -> ReduceFailed:
-        self._failure = f"{error}.{self._consensus.meanwhile()}"
+        where = self._consensus.meanwhile("the reduction of gradients")
+        self._failure = f"{str(error).rstrip('.')}.{where}"
         if self.iteration.behind:
             self._failure += (
                 f" Ranks {self.iteration.behind} were in an earlier iteration: those are counted by zero_grad, which "

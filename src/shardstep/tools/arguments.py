@@ -18,8 +18,8 @@ def check_checkpoint(path: Path) -> None:
     kind = _kind(path)
     if kind == "directory":
         names = _names_in(path)
-        if not _may_be_checkpoint(names):
-            raise ValueError(_no_checkpoint(path))
+        if not directories.may_be_checkpoint(names):
+            raise ValueError(directories.no_checkpoint(path))
         for name in names:
             _check_readable(path / name)
     elif kind == "missing":
@@ -113,35 +113,3 @@ def _check_readable(path: Path) -> None:
         raise ValueError(f"{path} cannot be read: permission denied. Check its permissions.") from None
     except OSError:
         return  # whoever reads it says more than could be said here
-
-
-def _may_be_checkpoint(names: list[str]) -> bool:
-    """A checkpoint that lacks a part is damaged. A directory without any part is no checkpoint."""
-    known = (manifests.METADATA_NAME, manifests.FILE_NAME)
-    return any(name in known or name.endswith(".distcp") for name in names)
-
-
-def _no_checkpoint(directory: Path) -> str:
-    newest = _newest_in(directory)
-    if newest is not None:
-        return (
-            f"expects one checkpoint but {directory} is a directory of checkpoints. Pass one of them; the newest is "
-            f"{newest}"
-        )
-    return (
-        f"expects a checkpoint directory but {directory} holds no checkpoint (no {manifests.METADATA_NAME}). Check the "
-        "path."
-    )
-
-
-def _newest_in(directory: Path) -> Path | None:
-    """The newest checkpoint in it: by number, or of those that DCP wrote by age."""
-    try:
-        numbered = directories.newest_first(directory)
-        if numbered:
-            return numbered[0][0]
-        written = [path / manifests.METADATA_NAME for path in directory.iterdir() if not path.name.startswith(".")]
-        found = [(path.stat().st_mtime, path.parent) for path in written if path.is_file()]
-    except OSError:  # one of them is not readable; this is only for a suggestion
-        return None
-    return max(found)[1] if found else None

@@ -10,7 +10,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -192,3 +192,36 @@ def prune(parent: Path, keep: int, but: Path, author: Author | None = None) -> N
                 _delete(path)
         for path in [*parent.glob(f".*{_SAVING}"), *parent.glob(f".*{CLAIM}")]:
             _delete_if_older(path, _FORGOTTEN)
+
+
+def may_be_checkpoint(names: Iterable[str]) -> bool:
+    """A checkpoint that lacks a part is damaged. A directory without any part is no checkpoint."""
+    known = (manifests.METADATA_NAME, manifests.FILE_NAME)
+    return any(name in known or name.endswith(".distcp") for name in names)
+
+
+def no_checkpoint(directory: Path) -> str:
+    """What to say of a directory that was taken for a checkpoint."""
+    newest = _newest_in(directory)
+    if newest is not None:
+        return (
+            f"expects one checkpoint but {directory} is a directory of checkpoints. Pass one of them; the newest is "
+            f"{newest}"
+        )
+    return (
+        f"expects a checkpoint directory but {directory} holds no checkpoint (no {manifests.METADATA_NAME}). Check the "
+        "path."
+    )
+
+
+def _newest_in(directory: Path) -> Path | None:
+    """The newest checkpoint in it: by number, or of those that DCP wrote by age."""
+    try:
+        numbered = newest_first(directory)
+        if numbered:
+            return numbered[0][0]
+        written = [path / manifests.METADATA_NAME for path in directory.iterdir() if not path.name.startswith(".")]
+        found = [(path.stat().st_mtime, path.parent) for path in written if path.is_file()]
+    except OSError:  # one of them is not readable; this is only for a suggestion
+        return None
+    return max(found)[1] if found else None

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorS
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
-from shardstep.checkpoint.storage import dcp_versions, safe_metadata
+from shardstep.checkpoint.storage import dcp_versions, directories, safe_metadata
 from shardstep.checkpoint.storage import manifest as manifests
 from shardstep.checkpoint.storage.manifest import CheckpointError, FileList, Item, Manifest
 from shardstep.checkpoint.storage.torch_file import WINDOW_BYTES, Frame, bytes_in, frame_of, memory_of
@@ -75,7 +75,10 @@ class Reader(FileSystemReader):
     def _read_metadata(self) -> Metadata:
         path = self.directory / manifests.METADATA_NAME
         if not self.directory.is_dir():
-            raise CheckpointError(f"{self.directory} expects a checkpoint directory, but there is none.")
+            what = "is no directory" if self.directory.exists() else "does not exist"
+            raise CheckpointError(f"expects a checkpoint directory but {self.directory} {what}. Check the path.")
+        if not directories.may_be_checkpoint(path.name for path in self.directory.iterdir()):
+            raise CheckpointError(directories.no_checkpoint(self.directory))
         self._manifest = manifests.read(self.directory)
         if self._manifest is not None:
             for problem in manifests.quick_problems(self.directory, self._manifest):
