@@ -11,6 +11,7 @@ import os
 import sys
 import sysconfig
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -112,6 +113,14 @@ def refuse(message: str) -> NoReturn:
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(message, file=sys.stderr)
     sys.exit(2)
+
+
+def gathered(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+    """The numbers of every rank, on every rank."""
+    mine = torch.tensor(numbers, device=device)
+    rows = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, mine)
+    return [row.tolist() for row in rows]
 
 
 def pick_device() -> torch.device:

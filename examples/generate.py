@@ -19,9 +19,10 @@ from shardstep import checkpoint
 
 
 def newest_in(folder: Path) -> Path:
-    """The newest checkpoint of all runs that were saved under a folder."""
-    runs = [path for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
-    found = [path for run in (folder, *runs) if (path := checkpoint.latest(run))]
+    """The newest checkpoint in a folder, or of all runs in it."""
+    found = [path] if (path := checkpoint.latest(folder)) else []
+    if not found and folder.is_dir():
+        found = [path for run in folder.iterdir() if run.is_dir() and (path := checkpoint.latest(run))]
     if not found:
         print(f"no checkpoint in {folder}; train_gpt.py makes some", file=sys.stderr)
         sys.exit(2)

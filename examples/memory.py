@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
-from byte_gpt import byte_gpt, load_text, mean_loss, pick_device, training_batch
+from byte_gpt import byte_gpt, gathered, load_text, mean_loss, pick_device, training_batch
 from shardstep import MemoryReport, ZeroRedundancyOptimizer
 
 PLAIN, ZERO1, ZERO2 = "DDP + AdamW", "DDP + shardstep", "shard_gradients=True"
@@ -30,7 +30,7 @@ def measured(model: nn.Module, optimizer: Optimizer) -> MemoryReport:
     return MemoryReport(*(sum(tensor.nbytes for tensor in tensors) for tensors in (params, grads, state)))
 
 
-def train_two_steps(way: str, args: Namespace, text: Tensor, device: torch.device) -> list[MemoryReport]:
+def train_two_steps(way: str, args: Namespace, text: Tensor, device: torch.device) -> list[list[int]]:
     """Take two steps in one of the three ways; what every rank holds then."""
     torch.manual_seed(0)
     model: nn.Module = byte_gpt(args.width, args.layers, args.heads).to(device)
@@ -46,9 +46,7 @@ def train_two_steps(way: str, args: Namespace, text: Tensor, device: torch.devic
         optimizer.zero_grad()
         mean_loss(model, training_batch(text, step, 2 * dist.get_world_size(), 32, 0, device)).backward()
         optimizer.step()
-    reports: list = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, measured(model, optimizer))
-    return reports
+    return gathered(measured(model, optimizer), device)
 
 
 def print_row(way: str, rank: object, *sizes: float) -> None:
@@ -69,7 +67,7 @@ def main() -> None:
         for way, reports in rows.items():
             for rank, held in enumerate(reports):
                 print_row(way, rank, *held)
-        whole = rows[PLAIN][0].parameters
+        whole = rows[PLAIN][0][0]
         print_row("unsharded, computed", "each", whole, whole, 2 * whole)  # AdamW: two values for each parameter
     dist.destroy_process_group()
 

@@ -20,7 +20,17 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 
-from byte_gpt import byte_gpt, held_out_loss, load_text, mean_loss, pick_device, refuse, training_batch, warmup_cosine
+from byte_gpt import (
+    byte_gpt,
+    gathered,
+    held_out_loss,
+    load_text,
+    mean_loss,
+    pick_device,
+    refuse,
+    training_batch,
+    warmup_cosine,
+)
 from shardstep import ZeroRedundancyOptimizer, checkpoint
 
 
@@ -46,9 +56,9 @@ def check(args: Namespace) -> None:
     """What can be wrong is found before training, not after the first hundred steps."""
     for name in ("steps", "batch_size", "context", "width", "layers", "heads", "save_every"):
         if getattr(args, name) < 1:
-            refuse(f"--{name.replace('_', '-')} {getattr(args, name)} must be 1 at the least")
+            refuse(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     if args.batch_size < int(os.environ["WORLD_SIZE"]):
-        refuse(f"--batch-size {args.batch_size} must be a sequence per rank at the least")
+        refuse(f"--batch-size {args.batch_size} must be at least one sequence per rank")
     if args.width % (2 * args.heads):
         refuse(f"--width {args.width} must be a multiple of twice --heads {args.heads}")
     try:
@@ -71,12 +81,11 @@ def leave_on_interrupt(folder: Path) -> None:
     signal.signal(signal.SIGINT, leave)
 
 
-def print_memory(optimizer: ZeroRedundancyOptimizer) -> None:
+def print_memory(optimizer: ZeroRedundancyOptimizer, device: torch.device) -> None:
     """What every rank holds, measured, and what AdamW would hold unsharded: two values for each parameter."""
-    reports: list = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, optimizer.memory())
+    reports = gathered(optimizer.memory(), device)
     for rank, held in enumerate(reports if dist.get_rank() == 0 else ()):
-        parameters, gradients, state, whole = (f"{size / 1e6:.1f} MB" for size in (*held, 2 * held.parameters))
+        parameters, gradients, state, whole = (f"{size / 1e6:.1f} MB" for size in (*held, 2 * held[0]))
         print(f"rank {rank}: parameters {parameters}, gradients {gradients}, optimizer state {state} of {whole}")
 
 
@@ -139,7 +148,7 @@ def train(args: Namespace, device: torch.device) -> None:
     if saving is not None:
         saved = saving.wait()  # on every rank, before any of them leaves
         say(f"saved in {saved}")
-    print_memory(optimizer)
+    print_memory(optimizer, device)
 
 
 def main() -> None:

@@ -2,7 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/zero2.py
 
-Prints the loss on the way, and at the end what every rank holds. Started again it goes on, with any number of ranks.
+Prints the loss on the way, and at the end what every rank holds. Saves every 100 steps; started again it goes on from
+there, with any number of ranks.
 """
 
 from argparse import ArgumentParser
@@ -38,6 +39,7 @@ if found:
     schedule.load_state_dict(found[1]["schedule"])
     say(f"resumed from {found[0]}")
 
+sizes = {"width": args.width, "layers": args.layers, "heads": args.heads, "context": args.context}
 for step in range(first, args.steps):
     rows = training_batch(text, step, args.batch_size, args.context, 0, device)
     optimizer.zero_grad()
@@ -46,13 +48,12 @@ for step in range(first, args.steps):
     optimizer.clip_grad_norm_(1.0)  # the norm over all ranks
     optimizer.step()
     schedule.step()
-    if (step + 1) % 50 == 0:
-        say(f"step {step + 1:5}/{args.steps}  loss {loss.item():.3f}")
+    if (done := step + 1) % 100 == 0 or done == args.steps:
+        say(f"step {done:5}/{args.steps}  loss {loss.item():.3f}")
+        extra = {"step": done, "schedule": schedule.state_dict(), "sizes": sizes}
+        checkpoint.save(f"{args.checkpoints}/step-{done:06}", optimizer, model, extra=extra, keep=2)
 
 say(f"held-out loss after training:  {held_out_loss(model, held_out, args.context, device):.3f} nats per byte")
-sizes = {"width": args.width, "layers": args.layers, "heads": args.heads, "context": args.context}
-extra = {"step": args.steps, "schedule": schedule.state_dict(), "sizes": sizes}
-checkpoint.save(f"{args.checkpoints}/step-{args.steps:06}", optimizer, model, extra=extra, keep=2)
 held = optimizer.memory()
 share = held.gradients / held.parameters  # both float32
 print(f"rank {rank} holds {share:.3f} of the gradients: {held}\n", end="")  # one write, so that ranks do not mix

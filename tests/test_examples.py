@@ -196,9 +196,9 @@ def test_without_torchrun_an_example_tells_the_command(name: str, monkeypatch, c
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        ("--batch-size 2", "--batch-size 2 must be a sequence per rank at the least"),
+        ("--batch-size 2", "--batch-size 2 must be at least one sequence per rank"),
         ("--width 100", "--width 100 must be a multiple of twice --heads 6"),
-        ("--save-every 0", "--save-every 0 must be 1 at the least"),
+        ("--save-every 0", "--save-every 0 must be at least 1"),
         (
             f"--checkpoints {__file__}/under-a-file",
             f"--checkpoints {__file__}/under-a-file: nothing can be saved there "

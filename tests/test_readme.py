@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
 from tests.launch import ROOT, torchrun
+from tests.readme import EXAMPLE, README, assert_half_the_state
 
-README = (ROOT / "README.md").read_text()
 ROW = re.compile(r"^\| (.+?) \| ([\d/ +]+) = ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|$", re.MULTILINE)
 RANKS = 8
 
@@ -72,14 +72,9 @@ def test_the_table_has_every_rival() -> None:
 
 def test_the_first_example_runs_as_pasted_and_each_rank_holds_half_the_state(tmp_path: Path) -> None:
     """As a user starts it, in processes of their own. (Every other snippet: test_snippets.py.)"""
-    example = re.search(r"```python\n(.*?)```", README, re.DOTALL)[1]  # type: ignore[index]
-    assert len(example.strip().splitlines()) <= 15
-    (tmp_path / "example.py").write_text(example)
-    printed = torchrun(2, "example.py", cwd=tmp_path)
-    for rank in range(2):
-        # A share of AdamW's two float32 moments of 512 x 513 parameters, and a step counter per piece.
-        state = int(re.search(rf"rank {rank}: MemoryReport\(.*state=(\d+)\)", printed)[1])  # type: ignore[index]
-        assert state == pytest.approx(512 * 513 * 8 / 2, rel=0.01)
+    assert len(EXAMPLE.strip().splitlines()) <= 15
+    (tmp_path / "example.py").write_text(EXAMPLE)
+    assert_half_the_state(torchrun(2, "example.py", cwd=tmp_path))
 
 
 SECTIONS = [

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
 
 import shardstep
 from tests.package.conftest import ROOT, Environment
-from tests.test_commands import LEAVE, assert_half_the_state, blocks_of_the_readme
+from tests.readme import EXAMPLE, LEAVE, SAVING, assert_half_the_state
 
 pytestmark = [pytest.mark.package, pytest.mark.timeout(1800)]  # the first test installs torch
 
@@ -61,13 +62,24 @@ def test_the_command_tells_the_version(command: list[str], environment: Environm
 
 
 def test_the_example_of_the_readme_trains_on_two_ranks(environment: Environment, tmp_path: Path):
-    (tmp_path / "example.py").write_text(blocks_of_the_readme()[0])
+    (tmp_path / "example.py").write_text(EXAMPLE)
     assert_half_the_state(environment.torchrun(2, "example.py", cwd=tmp_path))
 
 
 def test_the_example_of_the_readme_saves_what_the_command_verifies(environment: Environment, tmp_path: Path):
-    first, saving = blocks_of_the_readme()[:2]
-    (tmp_path / "save.py").write_text(first.removesuffix(LEAVE) + saving + "print('at step', step)\n" + LEAVE)
+    body = EXAMPLE.removesuffix(LEAVE)
+    (tmp_path / "save.py").write_text(body + SAVING + "print('at step', step)\n" + LEAVE)
     assert environment.torchrun(2, "save.py", cwd=tmp_path).count("at step 10") == 2
     told = environment.run("shardstep", "verify", "checkpoints/step-10", cwd=tmp_path)
     assert re.fullmatch(r"checkpoints/step-10 is complete and undamaged \([\d,]+ bytes\)\n", told)
+
+
+def test_the_examples_need_nothing_but_the_package(environment: Environment, tmp_path: Path):
+    """Not even numpy, which torch itself asks for in some of its functions."""
+    shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    sizes = ["--layers", "1", "--width", "32", "--heads", "2"]
+    short = [*sizes, *["--context", "16", "--batch-size", "4", "--steps", "4"]]
+    assert "saved in" in environment.torchrun(2, "examples/train_gpt.py", *short, cwd=tmp_path)
+    assert "holds 0.500" in environment.torchrun(2, "examples/zero2.py", *short, cwd=tmp_path)
+    assert "DDP + shardstep" in environment.torchrun(2, "examples/memory.py", *sizes, cwd=tmp_path)
+    assert "step 4:" in environment.run("python", "examples/generate.py", "--length", "3", cwd=tmp_path)

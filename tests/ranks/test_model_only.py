@@ -65,7 +65,7 @@ def test_a_model_that_does_not_fit_is_left_alone_unless_asked(saved) -> None:
 
 def test_a_checkpoint_without_a_model_says_so(saved) -> None:
     folder, _ = saved
-    with pytest.raises(ValueError, match=r"expects a model to have been saved in it, but has none. Save with model="):
+    with pytest.raises(ValueError, match=r"expects a checkpoint with a model, but .*bare has none. Save with model="):
         checkpoint.load_model(folder / "bare", new_model())
     assert checkpoint.load_extra(folder / "bare") == {}
 
@@ -80,3 +80,30 @@ def test_damage_is_named_and_changes_nothing(saved, tmp_path: Path) -> None:
     with pytest.raises(checkpoint.CheckpointError, match="damaged"):
         checkpoint.load_model(tmp_path / "damaged", model)
     assert_same(dict(model.state_dict()), before, "model")
+
+
+def test_what_is_no_model_or_has_no_memory_is_refused_by_name(saved) -> None:
+    folder, _ = saved
+    with pytest.raises(TypeError, match="expects a torch.nn.Module but got OrderedDict"):
+        checkpoint.load_model(folder / "whole", new_model().state_dict())
+    with torch.device("meta"):
+        model = new_model()
+    with pytest.raises(ValueError, match="Call to_empty first"):
+        checkpoint.load_model(folder / "whole", model)
+
+
+def load_into_another_class(rank: int, world: int, folder: Path) -> None:
+    model = new_model()
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.5, momentum=0.9)
+    before = [dict(group, params=None) for group in optimizer.param_groups]
+    with pytest.raises(
+        ValueError, match=r"with the options .*betas.*momentum.* were not saved. Was another class saved"
+    ):
+        checkpoint.load(folder / "whole", optimizer, model)
+    assert [dict(group, params=None) for group in optimizer.param_groups] == before
+    model(torch.randn(4, 5)).sum().backward()
+    optimizer.step()
+
+
+def test_a_checkpoint_of_another_optimizer_class_is_refused_and_changes_nothing(saved) -> None:
+    run_ranks(load_into_another_class, 2, saved[0])

@@ -22,6 +22,7 @@ from shardstep.state.named import Differences
 from shardstep.state.names import names_of, positions_of
 
 CALL = "checkpoint.load"
+_OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}  # written into groups
 
 
 class LoadJob:
@@ -72,6 +73,7 @@ class LoadJob:
     def _targets(self, checkpoint: Checkpoint) -> dict[str, Any]:
         """Places for everything that this rank needs. ValueError if the checkpoint does not fit and ``strict``."""
         groups = checkpoint.groups()
+        self._check_options(groups)
         names = self._names(groups)
         differences = Differences(*named.compare_names(groups, names.values()), [])
         state = StateTargets(checkpoint, self._adapted.held, differences).by_name(groups, names)
@@ -82,6 +84,22 @@ class LoadJob:
             warnings.warn(f"{self._directory} holds no model: the model is not changed.", stacklevel=4)
         settle(differences, self._directory, self._strict, stacklevel=5)
         return form
+
+    def _check_options(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """ValueError if the options are those of another class, and ``strict``.
+
+        One side may have options that the other lacks: torch adds some. Both do if the classes differ.
+        """
+        optimizer = self._adapted.optimizer
+        saved = {key for group in groups for key in group}
+        mine = {key for group in optimizer.param_groups for key in group}
+        missing, foreign = sorted(set(optimizer.defaults) - saved), sorted(saved - mine - _OF_SCHEDULERS)
+        if groups and missing and foreign and self._strict:
+            raise ValueError(
+                f"{self._directory} expects an optimizer with the options {', '.join(foreign)}, which this one has "
+                f"not; {', '.join(missing)} of this one were not saved. Was another class saved? "
+                "checkpoint.load_model loads the model alone."
+            )
 
     def _names(self, groups: Sequence[Mapping[str, Any]]) -> dict[Tensor, str]:
         """What the checkpoint calls the parameters.

@@ -24,9 +24,15 @@ def read_extra(directory: Path) -> dict[str, Any]:
 
 def read_model(directory: Path, model: Module, strict: bool) -> None:
     """Load the model. If anything cannot be read, or does not fit and ``strict``, nothing is changed."""
+    if not isinstance(model, Module):
+        raise TypeError(
+            f"load_model expects a torch.nn.Module but got {type(model).__qualname__}. Build the model first."
+        )
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise ValueError("load_model expects a model with memory, but it has tensors on 'meta'. Call to_empty first.")
     checkpoint = Checkpoint(directory)
     if not checkpoint.has_model:
-        raise ValueError(f"{directory} expects a model to have been saved in it, but has none. Save with model=...")
+        raise ValueError(f"load_model expects a checkpoint with a model, but {directory} has none. Save with model=...")
     differences = Differences([], [], [])
     form = {MODEL: model_targets(checkpoint, model, differences)}
     settle(differences, directory, strict, stacklevel=4)

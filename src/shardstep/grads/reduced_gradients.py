@@ -25,6 +25,7 @@ from shardstep.grads.scheduler import BackwardScheduler
 from shardstep.grads.settings import ReduceSettings
 from shardstep.grads.shards import GradientShards
 from shardstep.grads.source import GradientSource
+from shardstep.params.model_search import check_not_in_ddp
 from shardstep.params.sharded_parameters import ShardedParameters
 
 
@@ -128,6 +129,8 @@ class ReducedGradients(GradientSource):
         return [*self._shards.tensors(), *self._reducer.tensors()]
 
     def check_params(self, params: Iterable[Tensor]) -> None:
+        params = list(params)
+        check_not_in_ddp(params)
         self._settings.check_params(params)
 
     def check_copyable(self) -> None:

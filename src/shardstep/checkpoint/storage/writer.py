@@ -76,7 +76,12 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         done: Future[list[WriteResult]] = Future()
         with self._reporting():
-            done.set_result(self._write(plan, planner))
+            try:
+                done.set_result(self._write(plan, planner))
+            except OSError as error:
+                if error.filename is None:  # a write knows only its descriptor
+                    error.filename = os.fspath(self._directory / self._name)
+                raise
         return done
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
