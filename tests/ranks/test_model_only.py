@@ -84,7 +84,7 @@ def test_damage_is_named_and_changes_nothing(saved, tmp_path: Path) -> None:
 
 def test_what_is_no_model_or_has_no_memory_is_refused_by_name(saved) -> None:
     folder, _ = saved
-    with pytest.raises(TypeError, match="expects a torch.nn.Module but got OrderedDict"):
+    with pytest.raises(TypeError, match=r"expects a torch\.nn\.Module but got OrderedDict"):
         checkpoint.load_model(folder / "whole", new_model().state_dict())
     with torch.device("meta"):
         model = new_model()
