@@ -22,7 +22,7 @@ RANKS = 8
 
 class Row(NamedTuple):
     name: str
-    terms: list[Fraction]  # bytes per parameter: parameters, gradients, state
+    terms: list[Fraction]  # bytes per parameter: parameters, gradients, state (FSDP2: and gathered parameters)
     total: Fraction
     gigabytes: list[Fraction]  # 1B, 7B
 

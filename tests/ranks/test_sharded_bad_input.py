@@ -549,3 +549,18 @@ def frees(rank: int, world: int) -> None:
 
 def test_a_second_optimizer_can_take_the_place_of_one_that_is_gone():
     run_ranks(frees, 2, timeout=60, pg_timeout=10)
+
+
+def added_from_ddp(rank: int, world: int) -> str:
+    first, second = torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)
+    optimizer = ZeroRedundancyOptimizer(first.parameters(), torch.optim.SGD, lr=0.1, shard_gradients=True)
+    wrapped = DistributedDataParallel(second)
+    error = error_of(lambda: optimizer.add_param_group({"params": second.parameters()}), "they are in DDP")
+    assert len(optimizer.param_groups) == 1
+    wrapped(torch.ones(1, 3)).sum().backward()
+    return str(error)
+
+
+def test_parameters_of_a_ddp_module_are_refused_in_a_group_that_is_added_too():
+    for text in run_ranks(added_from_ddp, 2):
+        assert "DistributedDataParallel" in text, text

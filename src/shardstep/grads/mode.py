@@ -53,7 +53,7 @@ class GradientMode:
         self.reduce.check()
 
     def check_params(self, params: Iterable[Tensor]) -> None:
-        """An error if gradients of these parameters cannot be had in this mode."""
+        """An error if gradients of these parameters cannot be reduced in this mode."""
         if self.shard_gradients:
             params = list(params)
             check_not_in_ddp(params)

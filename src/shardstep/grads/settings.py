@@ -19,7 +19,7 @@ class ReduceSettings:
     find_unused: bool = False
 
     def check(self) -> None:
-        """ValueError if an argument is none that there is."""
+        """ValueError if an argument is invalid."""
         if self.reduce_dtype is not None and not getattr(self.reduce_dtype, "is_floating_point", False):
             raise ValueError(
                 f"reduce_dtype expects a floating point dtype but got {self.reduce_dtype!r}. Use torch.float32."

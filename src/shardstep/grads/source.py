@@ -60,7 +60,7 @@ class GradientSource(StepGradients):
         """Collective. Parameters were added, and placed."""
 
     def check_params(self, params: Iterable[Any]) -> None:
-        """ValueError if gradients of these parameters cannot be had as wished. Before they are added."""
+        """ValueError if gradients of these parameters cannot be reduced with these settings. Before they are added."""
 
     def adopt(self, params: Sequence[Tensor]) -> None:
         """Collective. Parameters were added: give them the values to start from."""
