@@ -323,7 +323,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         views, status = state.pop("_views"), state.pop("_portable_status")
         super().__setstate__(state)
         sharded.revive(group)
-        engine = Engine(sharded, self.optim, RankConsensus(group, kind="copy"), ParameterGradients(sharded))
+        consensus = RankConsensus(group, kind="copy")
+        engine = Engine(sharded, self.optim, consensus, ParameterGradients(sharded, consensus))
         self._assemble(engine, JoinAttendance(self, group), views)
         self._status.restore(status)
 

@@ -206,6 +206,15 @@ class RankConsensus:
             self.report_failure(call, error)
             raise
 
+    def leave_word(self, name: str, text: str) -> None:
+        """Leave a word for the other ranks. Does not wait."""
+        self.group.store.set(f"shardstep/{self._instance}/word/{name}/{self.group.rank}", text)
+
+    def word_of(self, rank: int, name: str) -> str | None:
+        """The word that a rank has left; None if it has not (yet). Does not wait."""
+        store, key = self.group.store, f"shardstep/{self._instance}/word/{name}/{rank}"
+        return store.get(key).decode() if store.check([key]) else None
+
     def note(self, text: str) -> None:
         """Say why this rank makes the next comparison, for messages here and on other ranks."""
         self._note = text

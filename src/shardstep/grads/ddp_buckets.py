@@ -19,6 +19,7 @@ from torch import Tensor
 
 from shardstep.comm import collectives
 from shardstep.comm.collectives import GradBucket
+from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import Group, open_side_group
 from shardstep.grads.gradient_hooks import GradientHooks
 from shardstep.grads.parameter_gradients import ParameterGradients
@@ -43,9 +44,9 @@ class _Backward:
 class DdpBucketGradients(ParameterGradients):
     """Before a hook was called, and outside of backward, ``param.grad``; within backward, DDP's buckets."""
 
-    def __init__(self, sharded: ShardedParameters) -> None:
+    def __init__(self, sharded: ShardedParameters, consensus: RankConsensus) -> None:
         """Collective: gathers have a process group of their own, apart from DDP's reductions."""
-        super().__init__(sharded)
+        super().__init__(sharded, consensus)
         sharded.gather_through(open_side_group(sharded.group))
         self._hook = HookState.NONE
         self._usages: list[ParameterUsage] = []  # of every hook that was made

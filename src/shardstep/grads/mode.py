@@ -73,4 +73,5 @@ class GradientMode:
         """The source of gradients for this mode."""
         if self.shard_gradients:
             return ReducedGradients(sharded, consensus, self.reduce, attendance, self.broadcast_parameters)
-        return DdpBucketGradients(sharded) if self.overlap_with_ddp else ParameterGradients(sharded)
+        kind = DdpBucketGradients if self.overlap_with_ddp else ParameterGradients
+        return kind(sharded, consensus)

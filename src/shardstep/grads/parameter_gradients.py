@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from shardstep.comm.consensus import RankConsensus
 from shardstep.grads import clipping
+from shardstep.grads.average_check import AverageCheck
 from shardstep.grads.norms import local_norm, wide_dtype
 from shardstep.grads.source import GradientSource
 from shardstep.params.sharded_parameters import ShardedParameters
@@ -16,8 +19,12 @@ from shardstep.params.sharded_parameters import ShardedParameters
 class ParameterGradients(GradientSource):
     """``param.grad``. A piece that is its whole parameter has it already; a cut one gets its slice of it."""
 
-    def __init__(self, sharded: ShardedParameters) -> None:
+    def __init__(self, sharded: ShardedParameters, consensus: RankConsensus) -> None:
         self._sharded = sharded
+        self._averaged = AverageCheck(consensus)
+
+    def prepare(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        self._averaged.look(self._sharded.params.values())
 
     def bind(self, positions: Iterable[int]) -> None:
         for position in positions:
