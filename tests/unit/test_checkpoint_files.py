@@ -550,7 +550,7 @@ def test_metadata_that_makes_no_sense_is_a_checkpoint_error(kind: str, tmp_path:
         loaded(path)
 
 
-@pytest.mark.long
+@pytest.mark.again  # (the next one asks every reader)
 def test_metadata_is_checked_under_python_O_too(tmp_path: Path) -> None:
     """``python -O`` leaves asserts out, so the checks must not be asserts. One process, every kind of nonsense."""
     for position, kind in enumerate(ODD_METADATA):
@@ -810,8 +810,8 @@ def interrupted_while_the_old_one_is_deleted(parent: Path) -> None:
     [
         (one_and_two, "new", None),
         (one_and_two, "new", 1),
-        (one_and_two, "two", None),
-        (only_last, "last", None),
+        pytest.param(one_and_two, "two", None, marks=pytest.mark.again),
+        pytest.param(only_last, "last", None, marks=pytest.mark.again),
         (only_last, "last", 1),
         (interrupted_between_the_renames, "last", None),
         (interrupted_between_the_renames, "new", 1),

@@ -48,10 +48,10 @@ class AverageCheck:
 
 
 def _norm_of(params: Iterable[Tensor]) -> float:
-    params = [param for param in params if param.grad is not None and not param.grad.is_sparse]
-    if not params:
+    gradients = [param.grad for param in params if param.grad is not None and not param.grad.is_sparse]
+    if not gradients:
         return 0.0
-    return local_norm([param.grad for param in params], 2.0, params[0].device, wide_dtype(params)).item()
+    return local_norm(gradients, 2.0, gradients[0].device, wide_dtype(gradients)).item()
 
 
 def _alike(one: float, other: float) -> bool:
