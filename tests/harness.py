@@ -31,6 +31,7 @@ from shardstep.params import builder
 from tests.traces import Start
 
 _context = multiprocessing.get_context("forkserver")
+_STARTING = 60.0  # seconds in which all processes of a call have to be there
 _CLEANING = 10.0  # seconds in which a process that succeeded has to be ready again
 
 
@@ -206,6 +207,10 @@ def _answer(pipe: Connection, call: bytes, start: Start) -> bool:
         function, rank, world_size, port, pg_timeout, args, kwargs = pickle.loads(call)
         start.watch_tests()
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        # A process may start late on a busy machine: the group's timeout, which may be short, begins when all are here.
+        if store.add("here", 1) == world_size:
+            store.set("all here", "")
+        store.wait(["all here"], timedelta(seconds=_STARTING))
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=pg_timeout)
         )
