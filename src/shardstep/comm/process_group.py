@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardstep.comm import torch_versions
+from shardstep.comm.program_end import let_threads_finish_at_exit
 
 ProcessGroup: TypeAlias = dist.ProcessGroup  # for the signatures of those who touch no torch.distributed
 
@@ -60,6 +61,7 @@ def open_group(process_group: dist.ProcessGroup | None) -> Group:
             "Build the optimizer on the ranks of its process group only."
         )
     pairs = (pair.split(":") for pair in dist.get_backend_config(process_group).split(","))
+    let_threads_finish_at_exit()
     return Group(
         process_group=process_group,
         rank=rank,
