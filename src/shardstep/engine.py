@@ -75,6 +75,7 @@ class Step:
         """The gathers that a lazy ``finish`` has left under way; their parameters wait for them."""
         if not self._window.in_flight:
             return None
+        self._window.relay()
         return LazyGathers(self._window, self._sharded.params_of)
 
     def drain(self) -> None:

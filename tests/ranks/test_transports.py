@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from shardstep import ZeroRedundancyOptimizer
+from shardstep.comm.topology import find_topology
 from tests.harness import run_ranks
 from tests.surroundings import choose
 from tests.twins import Twins, parameters
@@ -99,7 +100,7 @@ def _full(rank, world_size):
     group = process_group.open_group(None)
     there_is = os.statvfs("/dev/shm")
     too_much = there_is.f_bavail * there_is.f_frsize  # twice of it would be needed
-    return shared_memory.open_ring(group, 1, too_much) is None
+    return shared_memory.open_ring(group, find_topology(group), 1, too_much) is None
 
 
 def test_a_full_memory_file_system_means_sockets_not_a_crash():
@@ -159,7 +160,8 @@ def test_any_number_of_gradient_buckets_may_be_in_flight(transport):
 def _take_too_many(rank, world_size):
     from shardstep.comm import process_group, shared_memory
 
-    ring = shared_memory.open_ring(process_group.open_group(None), 2, 100)
+    group = process_group.open_group(None)
+    ring = shared_memory.open_ring(group, find_topology(group), 2, 100)
     assert not ring.is_full
     ring.take(), ring.take()
     assert ring.is_full

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple, TypeAlias
 
@@ -46,6 +46,11 @@ class Handle(NamedTuple):
     def wait(self) -> None:
         for work in self.works:
             work.wait()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether waiting would take no time. For ``share_headers`` only: messages between pairs do not tell."""
+        return all(work.is_completed() for work in self.works)
 
     def wait_for(self, seconds: float) -> bool:
         """Whether it came to its end in that time. For ``share_headers`` only, which can be waited for again."""
@@ -92,13 +97,19 @@ def _gather_pairwise(group: Group, shards: Sequence[Sequence[Tensor]]) -> Iterat
             yield dist.isend(tensor, group=process_group, group_dst=target, tag=_TAG)  # type: ignore[misc]
 
 
-def share_signals(group: Group, number: int) -> Handle:
-    """Start to send a byte to every other rank and to receive one from each: ``handle.memory``, by rank.
+def share_signals(group: Group, ranks: Sequence[int], number: int) -> Handle:
+    """Start to send a byte to every other one of ``ranks`` and to receive one from each: ``handle.memory``.
 
     Waiting means: all came to this point.
     """
-    signals = torch.full((group.world_size,), number, dtype=torch.uint8)
-    return Handle(tuple(_gather_pairwise(group, [[signal] for signal in signals.split(1)])), signals)
+    signals = torch.full((len(ranks),), number, dtype=torch.uint8)
+    mine = ranks.index(group.rank)
+    works = []
+    for place, rank in enumerate(ranks):
+        if place != mine:
+            works.append(dist.irecv(signals[place : place + 1], group=group.process_group, group_src=rank, tag=_TAG))
+            works.append(dist.isend(signals[mine : mine + 1], group=group.process_group, group_dst=rank, tag=_TAG))
+    return Handle(tuple(works), signals)  # type: ignore[arg-type]
 
 
 def share_headers(group: Group, header: Tensor) -> Handle:
@@ -112,18 +123,27 @@ def share_headers(group: Group, header: Tensor) -> Handle:
 
 
 def swap_shards(group: Group, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> Handle:
-    """Start to send ``outgoing[r]`` to every rank r and to receive ``incoming[r]`` from it: bytes, 1D, contiguous.
+    """Start to send ``outgoing[r]`` to every rank r and to receive ``incoming[r]`` from it. See ``swap``."""
+    others = [rank for rank in range(group.world_size) if rank != group.rank]
+    return swap(group, {rank: outgoing[rank] for rank in others}, {rank: incoming[rank] for rank in others}, tag)
+
+
+def swap(group: Group, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int = 0) -> Handle:
+    """Start to send tensors to some ranks and to receive tensors from some: 1D, contiguous, of any dtype.
 
     It meets calls with the same tag, and may wait for one while others pass by.
     """
     process_group, me, size = group.process_group, group.rank, group.world_size
     works = []
-    for distance in range(1, size):
+    for distance in range(1, size):  # so that not everybody talks to rank 0 first
         source, target = (me - distance) % size, (me + distance) % size
-        if incoming[source].numel():
-            works.append(dist.irecv(incoming[source], group=process_group, group_src=source, tag=_TAG + tag))
-        if outgoing[target].numel():
-            works.append(dist.isend(outgoing[target], group=process_group, group_dst=target, tag=_TAG + tag))
+        arriving, leaving = incoming.get(source), outgoing.get(target)
+        if arriving is not None and arriving.numel():
+            wire = arriving.view(torch.uint8)
+            works.append(dist.irecv(wire, group=process_group, group_src=source, tag=_TAG + tag))
+        if leaving is not None and leaving.numel():
+            wire = leaving.view(torch.uint8)
+            works.append(dist.isend(wire, group=process_group, group_dst=target, tag=_TAG + tag))
     return Handle(tuple(work for work in works if work is not None))
 
 

@@ -1,7 +1,8 @@
-"""A second way for CPU ranks of one host to gather and reduce: through memory that they share, instead of sockets.
+"""Memory that the CPU ranks of a host share, to gather and reduce through instead of sockets.
 
 A rank writes its part of a bucket into a slot, signals the others with a byte each, and they read it from there: two
-copies in memory instead of two through the kernel and a wake-up per packet.
+copies in memory instead of two through the kernel and a wake-up per packet. Every host has slots of its own; what goes
+from host to host, and when, is the business of those who use them.
 
 [Note: when a slot may be written again]
 Collectives are numbered alike on all ranks. With at most K in flight, number x uses slot x mod 2K. A rank that starts x
@@ -21,16 +22,17 @@ from torch import Tensor
 from shardstep.comm import collectives
 from shardstep.comm.collectives import Handle
 from shardstep.comm.process_group import Group
+from shardstep.comm.topology import SHARED_FOLDER, Topology
 
-_FOLDER = "/dev/shm"
 _NUMBERS = 251  # collectives are numbered by a byte
 
 
 class SharedMemoryRing:
-    """A ring of slots in memory that all ranks of the group share."""
+    """A ring of slots in memory that the ranks of a host share."""
 
-    def __init__(self, group: Group, memory: Tensor, count: int, slot_bytes: int) -> None:
+    def __init__(self, group: Group, topology: Topology, memory: Tensor, count: int, slot_bytes: int) -> None:
         self.slot_bytes = slot_bytes  # what fits; the slots themselves are whole pages
+        self.topology = topology
         self._group = group
         self._slots = list(memory.view(count, -1))
         self._taken = self._received = 0
@@ -56,9 +58,17 @@ class SharedMemoryRing:
         self._taken += 1
         return slot
 
-    def signal(self) -> Handle:
-        """Signal the other ranks that this one has written, and start to wait for the same from them."""
-        return collectives.share_signals(self._group, self._taken % _NUMBERS)
+    def signal(self, number: int) -> Handle:
+        """Signal the other ranks of the host that this one has written, and start to wait for the same from them.
+
+        ``number``: of the collective, counted by ``taken``.
+        """
+        return collectives.share_signals(self._group, self.topology.host, number % _NUMBERS)
+
+    @property
+    def taken(self) -> int:
+        """How many slots were taken: the number of the last collective."""
+        return self._taken
 
     def release(self) -> None:
         """The oldest collective is over: all ranks have written, and this one has read or is about to."""
@@ -75,34 +85,36 @@ class SharedMemoryRing:
             )
 
 
-def open_ring(group: Group, in_flight: int, slot_bytes: int) -> SharedMemoryRing | None:
-    """Slots of ``slot_bytes`` shared by all ranks, or None if they cannot share memory (other hosts, no space).
+def open_ring(group: Group, topology: Topology, in_flight: int, slot_bytes: int) -> SharedMemoryRing | None:
+    """Slots of ``slot_bytes`` shared by the ranks of each host, or None if those of some host cannot (no space).
 
     Enough for exactly ``in_flight`` collectives at once.
 
-    Collective: call on every rank of the group. Rank 0 makes a file in memory that only its user can open, and removes
-    its name once all ranks have mapped it: nothing is left behind, unless it is killed in between. A rank on which the
-    environment variable SHARDSTEP_SHARED_MEMORY is 0 wants none, and then nobody has any.
+    Collective: call on every rank of the group. The first rank of a host makes a file in memory that only its user can
+    open, and removes its name once all have mapped it: nothing is left behind, unless it is killed in between. A rank
+    on which the environment variable SHARDSTEP_SHARED_MEMORY is 0 wants none, and then nobody has any.
     """
     count = 2 * in_flight
     size = count * -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    path, secret = os.path.join(_FOLDER, f"shardstep-{secrets.token_hex(8)}"), secrets.token_hex(16)
+    path, secret = os.path.join(SHARED_FOLDER, f"shardstep-{secrets.token_hex(8)}"), secrets.token_hex(16)
     wanted = os.environ.get("SHARDSTEP_SHARED_MEMORY") != "0"
-    memory = _create(path, secret, size) if wanted and group.rank == 0 else None
+    is_first = group.rank == topology.host[0]
+    memory = _create(path, secret, size) if wanted and is_first else None
     try:
-        found = collectives.move_json(group, [path, secret], 0, None)
-        if wanted and group.rank != 0:
-            memory = _attach(found[0], found[1], size)
+        # Every rank hears of every host's file: a collective is the same for all.
+        files = {host[0]: collectives.move_json(group, [path, secret], host[0], None) for host in topology.hosts}
+        if wanted and not is_first:
+            memory = _attach(files[topology.host[0]], size)
         everyone = all(row[0] for row in collectives.all_gather_ints(group, [memory is not None]))
     finally:
-        if group.rank == 0 and os.path.exists(path):
+        if is_first and os.path.exists(path):
             os.unlink(path)
-    return SharedMemoryRing(group, memory, count, slot_bytes) if everyone and memory is not None else None
+    return SharedMemoryRing(group, topology, memory, count, slot_bytes) if everyone and memory is not None else None
 
 
 def _create(path: str, secret: str, size: int) -> Tensor | None:
     try:
-        space = os.statvfs(_FOLDER)
+        space = os.statvfs(SHARED_FOLDER)
         if size > space.f_bavail * space.f_frsize / 2:  # others (data loaders, say) need some of it, too
             return None
         file = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
@@ -118,8 +130,9 @@ def _create(path: str, secret: str, size: int) -> Tensor | None:
         os.close(file)
 
 
-def _attach(path: str, secret: str, size: int) -> Tensor | None:
-    """The secret tells whether this is rank 0's file, and not one of the same name on another host."""
+def _attach(file_and_secret: tuple[str, str], size: int) -> Tensor | None:
+    """The secret tells whether this is the first rank's file, and not one of the same name on another host."""
+    path, secret = file_and_secret
     try:
         file = os.open(path, os.O_RDWR)
     except OSError:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from shardstep.grads.bucket_part import BucketPart
 from shardstep.grads.reduce_scatter import ReduceScatter
-from shardstep.grads.shards import BucketShard
 
 
 class IterationState(Enum):
@@ -41,34 +41,49 @@ class RoundPlan(NamedTuple):
 
     trained: list[bool]  # by parameter
     counts: list[int]  # by bucket: how many of its parameters are trained
-    sequence: list[int]  # the buckets to send, in the order in which all ranks send them
+    sequence: list[BucketPart]  # what to send, in the order in which all ranks send it
+
+
+class Leaving(NamedTuple):
+    """The gradients of a bucket whose parts are being sent."""
+
+    gradients: list[Tensor | None]  # in its order
+    kept: set[int]  # parameters to whose reduced gradient this one is added
 
 
 @dataclass
 class Round:
     """One reduction of every bucket that has a parameter to train."""
 
-    sequence: Sequence[int]
-    waiting: list[int]  # by bucket: how many of its parameters have not come; below 0: it was sent
+    sequence: Sequence[BucketPart]
+    waiting: list[int]  # by bucket: how many of its parameters have not come; below 0: it was sent, or a part of it
     divisor: int
     sent: int = 0  # of the sequence
     seen: set[int] = field(default_factory=set)  # the parameters that have come
+    leaving: Leaving | None = None  # of the bucket whose first part was sent, until its last is
 
     @property
     def is_sent(self) -> bool:
         return self.sent >= len(self.sequence)
 
     @property
-    def next(self) -> int:
-        """The bucket to send next."""
+    def next(self) -> BucketPart:
+        """What to send next."""
         return self.sequence[self.sent]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all gradients of what is next have come."""
+        return self.waiting[self.next.bucket.position] <= 0
 
     def has_sent(self, position: int) -> bool:
         return self.waiting[position] < 0
 
     def mark_sent(self) -> None:
-        """The next bucket was sent."""
-        self.waiting[self.next] = -1
+        """The next part was sent."""
+        self.waiting[self.next.bucket.position] = -1
+        if self.next.is_last:
+            self.leaving = None
         self.sent += 1
 
 
@@ -123,16 +138,21 @@ class Iteration:
 
 @dataclass
 class InFlight:
-    """A bucket that was sent, and what to do with what arrives."""
+    """A part of a bucket that was sent, and what to do with what arrives."""
 
-    shard: BucketShard
     scatter: ReduceScatter
     kept: set[int]  # parameters to whose reduced gradient this one is added
     here: list[bool] | None  # for which parameters this rank had a gradient; None: for all
     divisor: int
     iteration: Iteration
     number: int  # of the iteration when it was sent
+    tag: int  # of its messages
+    is_exchanged: bool = False  # whether all that can be started was
     superseded: bool = False  # thrown away, or sent again
+
+    @property
+    def part(self) -> BucketPart:
+        return self.scatter.part
 
     @property
     def is_over(self) -> bool:

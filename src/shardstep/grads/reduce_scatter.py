@@ -1,14 +1,22 @@
-"""The reduce-scatter of one bucket of gradients: pack, give every rank its shard, sum in rank order.
+"""The reduce-scatter of one part of a bucket of gradients: pack it, give every rank its share, add up.
 
-[Note: the order of a sum]
-On the CPU every rank gets the others' parts of its shard and adds them up itself: rank 0's, then rank 1's, and so on,
-then one division. An element's sum so depends on nothing but its summands: not on the size of buckets, not on when the
-bucket was sent. Half precision is summed in float32 and rounded once. Native reduce-scatters promise no such order.
+==========================  ============================================================================
+where the gradients are     how they are reduced
+==========================  ============================================================================
+CPU, gloo, memory shared    ``ThroughSharedMemory``: every rank packs its part into a slot of its host.
+                            Several hosts: the ranks of a host add up what owners on other hosts need
+                            of it, each its share, and send them that: it crosses once per direction
+CPU, gloo, otherwise        ``BetweenPairs``: packed once, then messages between every pair of ranks
+other backends              ``Native``: ``reduce_scatter_tensor``, or one ``reduce`` per owner
+==========================  ============================================================================
+
+The order of a sum is the same in the first two (see ``summation.py``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -17,142 +25,157 @@ from torch import Tensor
 from shardstep.comm import collectives
 from shardstep.comm.collectives import Handle
 from shardstep.comm.process_group import Group
-from shardstep.layout.specs import Bucket
-
-_HALF = (torch.float16, torch.bfloat16)
+from shardstep.comm.topology import Topology, share
+from shardstep.grads.bucket_part import BucketPart
+from shardstep.grads.summation import Summation, sum_dtype
 
 
 class ReduceScatter(NamedTuple):
-    """A bucket of gradients under way."""
+    """A part of a bucket under way."""
 
-    headers: Handle  # what every rank says about its part; nothing on other backends than gloo
-    packed: Tensor  # my part: the whole bucket
+    part: BucketPart
+    headers: Handle  # what every rank says about it; nothing on other backends than gloo
+    packed: Tensor  # what this rank has of it
     data: Handle
-    parts: list[Tensor]  # everybody's part of my shard, by rank; on other backends: the sum
+    received: list[Tensor]  # what is added up: everybody's of my share, by rank; sums of hosts; or the sum
+    slot: Tensor | None = None  # of shared memory
 
 
-class BucketReduceScatter:
-    """How one bucket is reduced. Stateless: all that is under way is in what ``start`` returns."""
+class Transport(ABC):
+    """How parts of buckets are reduced. Stateless: all that is under way is in what ``start`` returns."""
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        params: Mapping[int, Tensor],
-        group: Group,
-        dtype: torch.dtype | None,
-    ) -> None:
+    reports = True  # whether headers go along
+
+    def __init__(self, group: Group, summation: Summation) -> None:
         self._group = group
-        self._bucket = bucket
-        like = params[bucket.params[0]]
-        self.device = like.device
-        self.dtype = dtype if dtype is not None else like.dtype  # in which gradients travel, and of the shard
-        self._sum_dtype = torch.float32 if self.dtype in _HALF else self.dtype
-        self.reports = collectives.sends_pairwise(group, like.device)  # whether headers go along
-        self.ranges = [bucket.shard_range(rank) for rank in range(group.world_size)]
-        self._part_bytes = bucket.numel * self.dtype.itemsize
-        self._slot_bytes = slot_bytes(bucket.numel, self.dtype, group)
-        self._gaps = _gaps(bucket)
-        self._zeros = torch.zeros(max([1, *self._gaps]), dtype=self.dtype, device=like.device)
+        self._summation = summation
 
-    @property
-    def mine(self) -> tuple[int, int]:
-        """The range of the bucket that this rank owns."""
-        return self.ranges[self._group.rank]
-
+    @abstractmethod
     def start(
-        self, source: Sequence[Tensor | None] | ReduceScatter, header: Tensor, slot: Tensor | None, tag: int
+        self, part: BucketPart, source: Sequence[Tensor | None] | ReduceScatter, header: Tensor, tag: int
     ) -> ReduceScatter:
-        """Pack the bucket's gradients, in its order (None: zeros), send everybody their part, and tell about it.
+        """Pack a part of these gradients, start to give everybody their share, and tell about it.
 
-        ``source`` may be one that was not met: then it is reported once more. ``slot``: shared memory to pack
-        into, if there is any. ``tag``: the same for scatters that are to meet.
+        ``source`` may be a part that was not met: then it is reported once more. ``tag``: the same for what is to meet.
         """
-        if not self.reports:
-            return self._start_native([] if isinstance(source, ReduceScatter) else source)
-        if slot is not None and self._slot_bytes <= slot.numel():
-            parts = self._parts(slot)
-            mine = parts[self._group.rank]
-            if isinstance(source, ReduceScatter):
-                mine.copy_(source.packed)
-            else:
-                self._pack(source, mine)
-            low, high = self.mine
-            return ReduceScatter(self._report(header), mine, Handle(()), [part[low:high] for part in parts])
-        if isinstance(source, ReduceScatter):
-            return source._replace(headers=self._report(header))
-        packed = self._pack(source, self._empty(self._bucket.numel))
-        low, high = self.mine
-        incoming = [
-            packed[low:high] if rank == self._group.rank else self._empty(high - low)
-            for rank in range(self._group.world_size)
-        ]
-        outgoing = [packed[start:stop].view(torch.uint8) for start, stop in self.ranges]
-        data = collectives.swap_shards(self._group, outgoing, [part.view(torch.uint8) for part in incoming], tag)
-        return ReduceScatter(self._report(header), packed, data, incoming)
 
-    def finish(self, scatter: ReduceScatter, divisor: int) -> Tensor:
-        """The mean of everybody's part of my shard, as a new tensor. The data has been waited for."""
-        total = _sum(scatter.parts, self._sum_dtype)
-        if divisor != 1:
-            total.div_(divisor)
-        return total.to(self.dtype)
+    def exchange(self, scatter: ReduceScatter, tag: int) -> ReduceScatter:
+        """All ranks are in the same bucket, as their headers say: start what could not be started before."""
+        return scatter
 
-    def _empty(self, numel: int) -> Tensor:
-        return torch.empty(numel, dtype=self.dtype, device=self.device)
+    def finish(self, scatter: ReduceScatter, divisor: int, out: Tensor) -> None:
+        """Put the mean of my share into ``out``. The data has been waited for."""
+        self._summation.mean(scatter.received, divisor, out)
+
+    def mine(self, part: BucketPart) -> tuple[int, int]:
+        """The range of the bucket that this rank gets the sum of."""
+        return part.ranges[self._group.rank]
 
     def _report(self, header: Tensor) -> Handle:
         return collectives.share_headers(self._group, header)
 
-    def _start_native(self, gradients: Sequence[Tensor | None]) -> ReduceScatter:
-        shard = self._bucket.equal_shard
-        numel = self._bucket.numel if shard is None else shard * self._group.world_size
-        buffer = self._empty(numel)
-        self._pack(gradients, buffer[: self._bucket.numel])
-        buffer[self._bucket.numel :].zero_()
-        bounds = self.ranges if shard is None else [(r * shard, (r + 1) * shard) for r in range(len(self.ranges))]
+
+class BetweenPairs(Transport):
+    """Messages between every pair of ranks."""
+
+    def start(
+        self, part: BucketPart, source: Sequence[Tensor | None] | ReduceScatter, header: Tensor, tag: int
+    ) -> ReduceScatter:
+        if isinstance(source, ReduceScatter):
+            return source._replace(headers=self._report(header))
+        packed = part.pack(source, torch.empty(part.numel, dtype=part.dtype, device="cpu"))
+        low, high = part.spans[self._group.rank]
+        received = [
+            packed[low:high] if rank == self._group.rank else packed.new_empty(high - low)
+            for rank in range(self._group.world_size)
+        ]
+        outgoing = [packed[start:stop].view(torch.uint8) for start, stop in part.spans]
+        data = collectives.swap_shards(self._group, outgoing, [one.view(torch.uint8) for one in received], tag)
+        return ReduceScatter(part, self._report(header), packed, data, received)
+
+
+class ThroughSharedMemory(Transport):
+    """Slots in the memory of each host; between hosts messages."""
+
+    def __init__(self, group: Group, summation: Summation, topology: Topology, take_slot: Callable[[], Tensor]) -> None:
+        super().__init__(group, summation)
+        self._topology = topology
+        self._take_slot = take_slot
+
+    def start(
+        self, part: BucketPart, source: Sequence[Tensor | None] | ReduceScatter, header: Tensor, tag: int
+    ) -> ReduceScatter:
+        slot = self._take_slot()
+        packed = self._written(slot, part)[self._topology.place]
+        if isinstance(source, ReduceScatter):
+            packed.copy_(source.packed)
+        else:
+            part.pack(source, packed)
+        return ReduceScatter(part, self._report(header), packed, Handle(()), [], slot)
+
+    def exchange(self, scatter: ReduceScatter, tag: int) -> ReduceScatter:
+        assert scatter.slot is not None
+        written, part = self._written(scatter.slot, scatter.part), scatter.part
+        low, high = part.spans[self._group.rank]
+        if self._topology.is_one_host:
+            return scatter._replace(received=[one[low:high] for one in written])
+        outgoing = {rank: self._sum_for(rank, written, part) for host in self._topology.other_hosts for rank in host}
+        sums = {host: written[0].new_empty(high - low, dtype=sum_dtype(part.dtype)) for host in self._topology.hosts}
+        incoming = {
+            rank: total[slice(*share(high - low, len(host), place))]
+            for host, total in sums.items()
+            if host is not self._topology.host
+            for place, rank in enumerate(host)
+        }
+        self._summation.host_sum([one[low:high] for one in written], sums[self._topology.host])
+        data = collectives.swap(self._group, outgoing, incoming, tag)
+        return scatter._replace(data=data, received=list(sums.values()))
+
+    def finish(self, scatter: ReduceScatter, divisor: int, out: Tensor) -> None:
+        if self._topology.is_one_host:
+            self._summation.mean(scatter.received, divisor, out)
+        else:
+            self._summation.mean_of_hosts(scatter.received, divisor, out)
+
+    def _sum_for(self, owner: int, written: Sequence[Tensor], part: BucketPart) -> Tensor:
+        """What my host has for a rank of another host: the share of it that I add up."""
+        low, high = part.spans[owner]
+        first, last = share(high - low, len(written), self._topology.place)
+        out = written[0].new_empty(last - first, dtype=sum_dtype(part.dtype))
+        return self._summation.host_sum([one[low + first : low + last] for one in written], out)
+
+    def _written(self, slot: Tensor, part: BucketPart) -> list[Tensor]:
+        """A slot has room for the whole part of every rank of the host, side by side."""
+        size = slot.numel() // len(self._topology.host) // 64 * 64
+        starts = (place * size for place in range(len(self._topology.host)))
+        return [slot[start : start + part.nbytes].view(part.dtype) for start in starts]
+
+
+class Native(Transport):
+    """The backend's own reduce-scatter, in the order that it chooses, on the gradients' device."""
+
+    reports = False
+
+    def __init__(self, group: Group, summation: Summation, device: torch.device) -> None:
+        super().__init__(group, summation)
+        self._device = device
+
+    def start(
+        self, part: BucketPart, source: Sequence[Tensor | None] | ReduceScatter, header: Tensor, tag: int
+    ) -> ReduceScatter:
+        gradients = [] if isinstance(source, ReduceScatter) else source
+        shard = part.bucket.equal_shard
+        numel = part.numel if shard is None else shard * self._group.world_size
+        buffer = torch.empty(numel, dtype=part.dtype, device=self._device)
+        part.pack(gradients, buffer[: part.numel])
+        buffer[part.numel :].zero_()
+        bounds = part.spans if shard is None else [(r * shard, (r + 1) * shard) for r in range(len(part.spans))]
         shards = [buffer[low:high] for low, high in bounds]
         total = torch.empty_like(shards[self._group.rank])
         handle = collectives.reduce_shards(self._group, buffer, shards, total)
-        return ReduceScatter(Handle(()), buffer, handle, [total[: self.mine[1] - self.mine[0]]])
+        low, high = self.mine(part)
+        return ReduceScatter(part, Handle(()), buffer, handle, [total[: high - low]])
 
-    def _pack(self, gradients: Sequence[Tensor | None], target: Tensor) -> Tensor:
-        sources = []
-        for gradient, numel, gap in zip(gradients, self._bucket.numels, self._gaps, strict=True):
-            sources.append(self._zeros[:1].expand(numel) if gradient is None else gradient.detach().reshape(-1))
-            if gap:  # padding is zero, so that it counts in no norm
-                sources.append(self._zeros[:gap])
-        with torch.no_grad():
-            torch.cat(sources, out=target)
-        return target
-
-    def _parts(self, slot: Tensor) -> list[Tensor]:
-        """A slot has room for everybody's whole bucket, side by side."""
-        size = slot.numel() // self._group.world_size // 64 * 64
-        starts = (rank * size for rank in range(self._group.world_size))
-        return [slot[start : start + self._part_bytes].view(self.dtype) for start in starts]
-
-
-def slot_bytes(numel: int, dtype: torch.dtype, group: Group) -> int:
-    """The size of a slot for a bucket: a part for every rank, each on a boundary of 64 bytes."""
-    return -(-numel * dtype.itemsize // 64) * 64 * group.world_size
-
-
-def _sum(parts: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-    """See the note above. Only additions of two: fused forms round differently at the end of a vector."""
-    if len(parts) == 1:
-        return parts[0].to(dtype, copy=True)
-    first, second, *others = parts
-    if first.dtype == dtype:
-        total = torch.add(first, second)
-    else:
-        total = first.to(dtype).add_(second)
-    for part in others:
-        total.add_(part)
-    return total
-
-
-def _gaps(bucket: Bucket) -> list[int]:
-    """The padding behind each parameter of a bucket."""
-    ends = [*bucket.offsets[1:], bucket.numel]
-    starts = zip(bucket.offsets, bucket.numels, strict=True)
-    return [end - offset - numel for end, (offset, numel) in zip(ends, starts, strict=True)]
+    def finish(self, scatter: ReduceScatter, divisor: int, out: Tensor) -> None:
+        (total,) = scatter.received
+        self._summation.mean_of_hosts([total], divisor, out)

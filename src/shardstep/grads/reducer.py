@@ -18,7 +18,9 @@ conclusions:
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -28,10 +30,12 @@ from shardstep.comm import collectives
 from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import Group
 from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
-from shardstep.grads.iteration import InFlight, Iteration, IterationState
-from shardstep.grads.reduce_scatter import BucketReduceScatter, ReduceScatter, slot_bytes
+from shardstep.grads.bucket_part import BucketPart, parts_of
+from shardstep.grads.iteration import InFlight, Iteration, IterationState, Leaving
+from shardstep.grads.reduce_scatter import BetweenPairs, Native, ReduceScatter, ThroughSharedMemory, Transport
 from shardstep.grads.settings import ReduceSettings
-from shardstep.grads.shards import BucketShard, GradientShards
+from shardstep.grads.shards import GradientShards
+from shardstep.grads.summation import Summation
 from shardstep.params.sharded_parameters import ShardedParameters
 
 _NUMBERS = 251  # iterations and buckets are reported by a byte
@@ -57,7 +61,10 @@ class GradientReducer:
         self._group = group  # reductions have a process group of their own, see docs/design.md
         self._consensus = consensus
         self._settings = settings
-        self._scatters: list[BucketReduceScatter] = []  # by bucket
+        self._summation = Summation(sharded.topology)  # known when the first buckets are there
+        self.parts: list[list[BucketPart]] = []  # by bucket: in which it travels
+        self._numbers: dict[BucketPart, int] = {}  # of all parts
+        self._transports: list[Transport] = []  # by bucket
         self._header_bytes = 0  # of all buckets alike
         self._ring: SharedMemoryRing | None = None
         self._in_flight: deque[InFlight] = deque()
@@ -68,25 +75,43 @@ class GradientReducer:
 
     def extend(self) -> None:
         """Take over the buckets that were added. Collective."""
-        self._open_ring()
-        self._scatters = [
-            BucketReduceScatter(shard.bucket, self._sharded.params, self._group, self._settings.reduce_dtype)
+        self._summation = Summation(self._sharded.topology)
+        world_size = self._group.world_size
+        self.parts = [
+            parts_of(shard.bucket, world_size, self._part_bytes(shard.device), shard.dtype)
             for shard in self._shards.buckets
         ]
+        self._numbers = {part: number for number, part in enumerate(chain.from_iterable(self.parts))}
+        self._open_ring()
+        self._transports = [self._transport(shard.device) for shard in self._shards.buckets]
         self._header_bytes = 2 + max((len(shard.bucket.params) for shard in self._shards.buckets), default=0)
+
+    def _part_bytes(self, device: torch.device) -> float:
+        """In parts of which size a bucket travels. A native reduce-scatter takes it as a whole."""
+        pairwise = collectives.sends_pairwise(self._group, device)
+        return self._sharded.part_bytes if pairwise and self._group.world_size > 1 else float("inf")
 
     def _open_ring(self) -> None:
         params = self._sharded.params.values()
         if self._group.world_size == 1 or not all(collectives.sends_pairwise(self._group, p.device) for p in params):
             return
-        buckets = [shard for shard in self._shards.buckets if self._sharded.is_small(shard.bucket)]
-        if not buckets:
+        if not self._numbers:
             return
-        size = max(slot_bytes(shard.bucket.numel, shard.dtype, self._group) for shard in buckets)
-        # More slots than buckets would stay unused. A smaller ring is no mistake: ``make_room`` asks it.
-        count = min(self._settings.in_flight, len(self._shards.buckets))
+        # A slot has room for a part of every rank of the host, each on a boundary of 64 bytes.
+        largest = max(-(-part.nbytes // 64) * 64 for part in self._numbers)
+        size = largest * len(self._sharded.topology.host)
+        # More slots than parts would stay unused. A smaller ring is no mistake: ``make_room`` asks it.
+        count = min(self._settings.in_flight, len(self._numbers))
         if self._ring is None or self._ring.slot_bytes < size or self._ring.in_flight < count:
-            self._ring = open_ring(self._group, count, size)
+            self._ring = open_ring(self._group, self._sharded.topology, count, size)
+
+    def _transport(self, device: torch.device) -> Transport:
+        """How gradients on ``device`` are reduced."""
+        if not collectives.sends_pairwise(self._group, device):
+            return Native(self._group, self._summation, device)
+        if self._ring is None:
+            return BetweenPairs(self._group, self._summation)
+        return ThroughSharedMemory(self._group, self._summation, self._sharded.topology, self._ring.take)
 
     @property
     def is_busy(self) -> bool:
@@ -96,12 +121,12 @@ class GradientReducer:
     @property
     def reports(self) -> bool:
         """Whether ranks report with every bucket what it is."""
-        return all(scatter.reports for scatter in self._scatters)
+        return all(transport.reports for transport in self._transports)
 
     def tensors(self) -> list[Tensor]:
         """The memory of what was not sent yet, and of what is under way."""
         scatters = [sent.scatter for sent in (*self._in_flight, *self.iteration.resend)]
-        under_way = [tensor for scatter in scatters for tensor in (scatter.packed, *scatter.parts)]
+        under_way = [tensor for scatter in scatters for tensor in (scatter.packed, *scatter.received)]
         return [*self.iteration.arrived.values(), *under_way]
 
     # --- iterations -----------------------------------------------------------------------------------------------
@@ -128,10 +153,10 @@ class GradientReducer:
 
     # --- sending --------------------------------------------------------------------------------------------------
 
-    def make_room(self, position: int, patience: float | None) -> bool:
-        """Bring in what must be before this bucket can be sent. False if that did not come in time."""
+    def make_room(self, part: BucketPart, patience: float | None) -> bool:
+        """Bring in what must be before this part can be sent. False if that did not come in time."""
         # (A ring that is full without anything in flight says so when a slot is taken.)
-        while (self._in_flight or self.iteration.resend) and (self._is_full or self._has_under_way(position)):
+        while (self._in_flight or self.iteration.resend) and (self._is_full or self._has_under_way(part)):
             if not self._bring_in_one(patience):
                 return False
         return True
@@ -141,18 +166,20 @@ class GradientReducer:
         ring_is_full = self._ring is not None and self._ring.is_full
         return bool(self.iteration.resend) or len(self._in_flight) >= self._settings.in_flight or ring_is_full
 
-    def _has_under_way(self, position: int) -> bool:
+    def _has_under_way(self, part: BucketPart) -> bool:
         """Whether the same bucket, of an earlier round, has to come first: this one may be added to it."""
-        return any(sent.shard.bucket.position == position and not sent.is_over for sent in self._in_flight)
+        return part.number == 0 and any(
+            sent.part.bucket is part.bucket and not sent.is_over for sent in self._in_flight
+        )
 
-    def send(self, position: int, gradients: Sequence[Tensor | None], kept: set[int], divisor: int) -> None:
-        """Send a bucket for which there is room. ``gradients`` are in its order."""
-        here = [gradient is not None for gradient in gradients]
-        self._send(self._shards.buckets[position], gradients, kept, None if all(here) else here, divisor)
+    def send(self, part: BucketPart, leaving: Leaving, divisor: int) -> None:
+        """Send a part of a bucket for which there is room."""
+        here = [gradient is not None for gradient in leaving.gradients]
+        self._send(part, leaving.gradients, leaving.kept, None if all(here) else here, divisor)
 
     def _send(
         self,
-        shard: BucketShard,
+        part: BucketPart,
         source: Sequence[Tensor | None] | ReduceScatter,
         kept: set[int],
         here: list[bool] | None,
@@ -160,28 +187,40 @@ class GradientReducer:
     ) -> None:
         self.check()
         self.sent += 1
-        with record_function("shardstep::reduce"):
-            try:
-                slot = self._ring.take() if self._ring is not None else None
-                header = self._header(shard, kept, here)
-                scatter = self._scatters[shard.bucket.position].start(source, header, slot, self._tag(shard))
-            except RuntimeError as error:
-                raise self._failed(error) from error
-        self._in_flight.append(InFlight(shard, scatter, kept, here, divisor, self.iteration, self.iteration.number))
+        tag = self._tag(part)
+        with record_function("shardstep::reduce"), self._failing():
+            scatter = self._transport_of(part).start(part, source, self._header(part, kept, here), tag)
+            self._in_flight.append(InFlight(scatter, kept, here, divisor, self.iteration, self.iteration.number, tag))
+            self._exchange_what_met()
 
-    def _header(self, shard: BucketShard, kept: set[int], here: list[bool] | None) -> Tensor:
-        """What is reported with a bucket: iteration, bucket, a byte per parameter."""
+    def _exchange_what_met(self) -> None:
+        """Start what could not be started before all ranks were known to be in the same bucket."""
+        for sent in self._in_flight:
+            if not sent.is_exchanged and sent.scatter.headers.is_done:
+                self._exchange(sent)
+
+    def _exchange(self, sent: InFlight) -> None:
+        sent.scatter.headers.wait()
+        if not sent.is_exchanged and _is_met(sent):
+            sent.scatter = self._transport_of(sent.part).exchange(sent.scatter, sent.tag)
+            sent.is_exchanged = True
+
+    def _transport_of(self, part: BucketPart) -> Transport:
+        return self._transports[part.bucket.position]
+
+    def _header(self, part: BucketPart, kept: set[int], here: list[bool] | None) -> Tensor:
+        """What is reported with a part: iteration, which part, a byte per parameter."""
         header = torch.ones(self._header_bytes, dtype=torch.uint8)
-        header[0], header[1] = self.iteration.number % _NUMBERS, shard.bucket.position % _NUMBERS
+        header[0], header[1] = self.iteration.number % _NUMBERS, self._numbers[part] % _NUMBERS
         if here is not None:  # a rank that holds an earlier gradient says so, too: one that has joined may not know
-            flags = [one or index in kept for one, index in zip(here, shard.bucket.params, strict=True)]
+            flags = [one or index in kept for one, index in zip(here, part.bucket.params, strict=True)]
             header[2 : 2 + len(flags)] = torch.tensor(flags)
         return header
 
-    def _tag(self, shard: BucketShard) -> int:
-        """Over sockets only buckets of the same iteration and position meet."""
-        bits = len(self._shards.buckets).bit_length()
-        return 1 + self.iteration.number % 2 ** (29 - bits) * 2**bits + shard.bucket.position
+    def _tag(self, part: BucketPart) -> int:
+        """Over sockets only the same parts of the same iteration meet."""
+        bits = len(self._numbers).bit_length()
+        return 1 + self.iteration.number % 2 ** (29 - bits) * 2**bits + self._numbers[part]
 
     # --- bringing in ----------------------------------------------------------------------------------------------
 
@@ -198,28 +237,24 @@ class GradientReducer:
             self._bring_in_one(None)
 
     def _bring_in_one(self, patience: float | None) -> bool:
-        """Finish the oldest bucket, after sending one again if that is all there is to do. False: not in time."""
+        """Finish the oldest part, after sending one again if that is all there is to do. False: not in time."""
         self.check()
         if not self._in_flight:
             again = self.iteration.resend.popleft()
-            self._send(again.shard, again.scatter, again.kept, again.here, again.divisor)
+            self._send(again.part, again.scatter, again.kept, again.here, again.divisor)
         sent = self._in_flight[0]
-        with record_function("shardstep::reduce"):
-            try:
-                if patience is not None and not sent.scatter.headers.wait_for(patience):
-                    return False
-                sent.scatter.headers.wait()
-                self._in_flight.popleft()
-                if self._ring is not None:
-                    self._ring.release()
-                if not _is_met(sent):
-                    self._draw_conclusions(sent)
-                    return True
-                sent.scatter.data.wait()
-            except ReduceFailed:
-                raise
-            except RuntimeError as error:
-                raise self._failed(error) from error
+        with record_function("shardstep::reduce"), self._failing():
+            if patience is not None and not sent.scatter.headers.wait_for(patience):
+                return False
+            self._exchange(sent)
+            self._exchange_what_met()
+            self._in_flight.popleft()
+            if self._ring is not None:
+                self._ring.release()
+            if not sent.is_exchanged:
+                self._draw_conclusions(sent)
+                return True
+            sent.scatter.data.wait()
             if not sent.is_over:
                 self._add(sent)
         return True
@@ -227,9 +262,16 @@ class GradientReducer:
     def _add(self, sent: InFlight) -> None:
         """Add what arrived to this rank's shard."""
         self.iteration.misses, self.iteration.behind = 0, []
-        scatter = self._scatters[sent.shard.bucket.position]
-        present = self._present(sent, scatter)
-        sent.shard.add(scatter.finish(sent.scatter, sent.divisor), present, sent.kept)
+        transport, part = self._transport_of(sent.part), sent.part
+        shard, (low, high) = self._shards.buckets[part.bucket.position], transport.mine(part)
+        if sent.kept and shard.shard is not None:
+            total = torch.empty_like(shard.room(low, high))
+            transport.finish(sent.scatter, sent.divisor, total)
+            shard.add(low, high, total, sent.kept)
+        else:
+            transport.finish(sent.scatter, sent.divisor, shard.room(low, high))
+        present = self._present(sent, transport)
+        shard.holding = sent.kept | present
         for index in present if sent.here is not None else ():  # used elsewhere, perhaps not here
             if index not in self.iteration.arrived and self._sharded.params[index].grad is None:
                 self._shards.expose(index)
@@ -257,14 +299,14 @@ class GradientReducer:
     def _send_again(self, unmet: list[InFlight]) -> None:
         for sent in unmet:
             sent.superseded = True
-            if not sent.scatter.data.works:  # in shared memory, of which other buckets will be made
+            if sent.scatter.slot is not None:  # of shared memory, which other parts will be packed into
                 sent.scatter = sent.scatter._replace(packed=sent.scatter.packed.clone())
         self.iteration.resend = deque(unmet + list(self.iteration.resend))
 
-    def _present(self, sent: InFlight, scatter: BucketReduceScatter) -> set[int]:
+    def _present(self, sent: InFlight, transport: Transport) -> set[int]:
         """The parameters for which any rank had a gradient."""
-        indices = sent.shard.bucket.params
-        if not scatter.reports:
+        indices = sent.part.bucket.params
+        if not transport.reports:
             return self._present_on_accelerators(indices, sent.here or [True] * len(indices))
         headers = sent.scatter.headers.memory
         if sent.here is None or headers is None:
@@ -287,6 +329,16 @@ class GradientReducer:
         return {index for index, one in zip(indices, here, strict=True) if one}
 
     # --- failing --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """What goes wrong on the way is the end: say where the other ranks are."""
+        try:
+            yield
+        except ReduceFailed:
+            raise
+        except RuntimeError as error:
+            raise self._failed(error) from error
 
     def _failed(self, error: RuntimeError) -> ReduceFailed:
         where = self._consensus.meanwhile("the reduction of gradients")

@@ -33,7 +33,7 @@ from torch.autograd import Variable
 
 from shardstep.grads.attendance import Attendance, JoinEnded, Roll
 from shardstep.grads.gradient_hooks import GradientHooks
-from shardstep.grads.iteration import Iteration, IterationState, Round, RoundPlan
+from shardstep.grads.iteration import Iteration, IterationState, Leaving, Round, RoundPlan
 from shardstep.grads.nested_backward import BackwardTracker
 from shardstep.grads.reducer import GradientReducer
 from shardstep.grads.settings import ReduceSettings
@@ -200,7 +200,8 @@ class BackwardScheduler:
             return
         wanted = {index for index, is_trained in zip(self._sharded.params, trained, strict=True) if is_trained}
         counts = [sum(index in wanted for index in bucket.params) for bucket in self._sharded.layout.buckets]
-        self._plan = RoundPlan(trained, counts, [position for position in self._order if counts[position]])
+        sequence = [part for position in self._order if counts[position] for part in self._reducer.parts[position]]
+        self._plan = RoundPlan(trained, counts, sequence)
 
     def complete(self) -> None:
         """Collective. Reduce what has not been reduced yet, and bring in everything."""
@@ -239,7 +240,7 @@ class BackwardScheduler:
         iteration = self._iteration
         current = iteration.round
         assert current is not None
-        while iteration.state is IterationState.REDUCING and not current.is_sent and current.waiting[current.next] == 0:
+        while iteration.state is IterationState.REDUCING and not current.is_sent and current.is_ready:
             self._send_next(current, PATIENCE)
         if current.is_sent:
             iteration.become(IterationState.COLLECTING)
@@ -253,14 +254,22 @@ class BackwardScheduler:
             iteration.become(IterationState.COLLECTING)
 
     def _send_next(self, current: Round, patience: float | None) -> None:
-        """Send the next bucket of the round. If there is no room for it and patience runs out: STALLED."""
-        iteration, position = self._iteration, current.next
-        if not self._reducer.make_room(position, patience):
+        """Send the next part of the round. If there is no room for it and patience runs out: STALLED."""
+        iteration, part = self._iteration, current.next
+        if not self._reducer.make_room(part, patience):
             iteration.become(IterationState.STALLED)
             return
         if iteration.is_over:  # another rank has aborted it, as came out while room was made
             return
-        shard = self._shards.buckets[position]
+        if current.leaving is None:
+            current.leaving = self._take_bucket(part.bucket.position)
+        self._reducer.send(part, current.leaving, current.divisor)
+        current.mark_sent()
+        self._turn = current.sent
+
+    def _take_bucket(self, position: int) -> Leaving:
+        """The gradients of a bucket that is sent now."""
+        iteration, shard = self._iteration, self._shards.buckets[position]
         for index in shard.bucket.params:  # not used in this backward, but in one without communication before it
             param = self._sharded.params[index]
             gradient = param.grad
@@ -268,10 +277,8 @@ class BackwardScheduler:
                 self._take(index, param, gradient)
         gradients = [iteration.arrived.pop(index, None) for index in shard.bucket.params]
         kept = {index for index in shard.holding if index not in iteration.fresh and self._shards.is_exposed(index)}
-        self._reducer.send(position, gradients, kept, current.divisor)
         iteration.fresh.difference_update(shard.bucket.params)
-        current.mark_sent()
-        self._turn = current.sent
+        return Leaving(gradients, kept)
 
     # --- starting over --------------------------------------------------------------------------------------------
 
@@ -293,10 +300,9 @@ class BackwardScheduler:
         self._reducer.discard()
         sequence = self._plan.sequence
         while self._reducer.sent < most_sent:
-            position = sequence[self._turn % len(sequence)]
-            self._reducer.make_room(position, None)
-            nothing = [None] * len(self._shards.buckets[position].bucket.params)
-            self._reducer.send(position, nothing, set(), 1)
+            part = sequence[self._turn % len(sequence)]
+            self._reducer.make_room(part, None)
+            self._reducer.send(part, Leaving([None] * len(part.bucket.params), set()), 1)
             self._reducer.discard()
             self._turn += 1
         self._reducer.drain()

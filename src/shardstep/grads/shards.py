@@ -23,21 +23,26 @@ class BucketShard:
 
     bucket: Bucket
     pieces: list[Piece]  # mine
-    start: int  # where my range of the bucket starts
+    start: int  # my range of the bucket
+    stop: int
     dtype: torch.dtype  # in which gradients travel and are kept
+    device: torch.device
     shard: Tensor | None = None  # my range of the bucket
     holding: set[int] = field(default_factory=set)  # the parameters of the bucket that have a reduced gradient
 
-    def add(self, total: Tensor, present: set[int], kept: set[int]) -> None:
-        """A reduced bucket arrived: add it to the gradients of ``kept``, and put it in place of all others."""
-        if self.shard is None or not kept:
-            self.shard = total
-        else:
-            for piece in self.pieces:
-                if piece.param not in kept:
-                    self._span(self.shard, piece).zero_()
-            self.shard.add_(total)
-        self.holding = kept | present
+    def room(self, low: int, high: int) -> Tensor:
+        """The memory for a part of my range: what arrives may be put there."""
+        if self.shard is None:
+            self.shard = torch.empty(self.stop - self.start, dtype=self.dtype, device=self.device)
+        return self.shard[low - self.start : high - self.start]
+
+    def add(self, low: int, high: int, total: Tensor, kept: set[int]) -> None:
+        """A part of my range arrived: add it to the gradients of ``kept``, and put it in place of all others."""
+        room = self.room(low, high)
+        for piece in self.pieces:
+            if piece.param not in kept:
+                self.room(piece.offset, piece.offset + piece.numel).zero_()
+        room.add_(total)
 
     def forget(self, indices: set[int]) -> None:
         """These parameters have no gradient any more."""
@@ -75,7 +80,8 @@ class GradientShards:
         for bucket in layout.buckets[len(self.buckets) :]:
             dtype = self._dtype or params[bucket.params[0]].dtype
             pieces = list(bucket.pieces(rank))
-            self.buckets.append(BucketShard(bucket, pieces, bucket.shard_range(rank)[0], dtype))
+            device = params[bucket.params[0]].device
+            self.buckets.append(BucketShard(bucket, pieces, *bucket.shard_range(rank), dtype, device))
 
     # --- on the parameters ----------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ from shardstep.comm import collectives
 from shardstep.comm.collectives import Handle
 from shardstep.comm.process_group import Group
 from shardstep.comm.shared_memory import SharedMemoryRing
+from shardstep.comm.topology import share
 from shardstep.layout.specs import Bucket, Piece
 from shardstep.params.pieces import flat
 from shardstep.params.staging import Staging
@@ -21,17 +22,19 @@ DIRECT_BYTES = 64 * 1024
 
 
 class AllGatherHandle(NamedTuple):
-    """An all-gather under way. Wait for it, then ``BucketAllGather.finish`` it."""
+    """An all-gather under way. ``BucketAllGather.relay`` it, wait for it, then ``finish`` it."""
 
     under_way: Handle
     staged: Tensor | None = None  # the buffer in which packed pieces travel
+    to_relay: int | None = None  # the number of a gather that comes from other hosts, of which mine has to be told
 
 
 class BucketAllGather:
     """The gather of one bucket: pack what is small, send the rest from where it lies, unpack what arrived.
 
-    With a ring everything is packed, into memory that the ranks share. Only pieces of active parameters take part.
-    Made anew whenever the set of active parameters or the memory of one changes.
+    With a ring everything is packed, into memory that the ranks of a host share. Between hosts every rank sends its
+    shard once to each other host, and each rank there receives its share of it. Only pieces of active parameters take
+    part. Made anew whenever the set of active parameters or the memory of one changes.
     """
 
     def __init__(
@@ -42,11 +45,14 @@ class BucketAllGather:
         group: Group,
         buffer: Tensor | None,
         ring: SharedMemoryRing | None,
+        part: tuple[int, int] = (0, 1),
     ) -> None:
+        """``part``: (number, count) if the bucket travels in several parts, each a share of every rank's shard."""
         self._group = group
         self._like = params[bucket.params[0]]
         self._pairwise = collectives.sends_pairwise(group, self._like.device)
-        fits = ring is not None and bucket.numel * bucket.itemsize <= ring.slot_bytes
+        self._part = part
+        fits = ring is not None and (part[1] > 1 or bucket.numel * bucket.itemsize <= ring.slot_bytes)
         self._ring = ring if fits and self._pairwise else None
         self._in_place: Tensor | None = None  # gathered as it is: equal shards, nothing to pack
         self._direct: list[list[Tensor]] = [[] for _ in range(group.world_size)]  # by rank, bytes
@@ -57,7 +63,7 @@ class BucketAllGather:
                 if buffer is None:
                     self._direct[rank], packed[rank] = self._sort_by_size(shard, params)
                     continue
-                runs = [buffer[low:high] for low, high in _runs(bucket, shard)]
+                runs = [self._share(buffer[low:high]) for low, high in _runs(bucket, shard)]
                 if self._ring is not None:
                     packed[rank] = runs
                 else:
@@ -80,14 +86,38 @@ class BucketAllGather:
         if self._staging is None:
             return AllGatherHandle(collectives.gather_shards(self._group, self._direct))
         if self._ring is not None:
-            slot = self._staging.pack(self._ring.take().view(self._like.dtype))
-            return AllGatherHandle(self._ring.signal(), slot)
+            return self._start_in(self._ring, self._staging)
         staged = self._staging.pack(self._staging.own_buffer(self._like))
         if self._staging.even:
             return AllGatherHandle(collectives.gather_buffer(self._group, _bytes(staged)), staged)
         regions = [[_bytes(staged[low:high])] if low < high else [] for low, high in self._staging.regions]
         shards = list(map(list.__add__, self._direct, regions))
         return AllGatherHandle(collectives.gather_shards(self._group, shards), staged)
+
+    def _start_in(self, ring: SharedMemoryRing, staging: Staging) -> AllGatherHandle:
+        slot = staging.pack(ring.take().view(self._like.dtype))
+        if ring.topology.is_one_host:
+            return AllGatherHandle(ring.signal(ring.taken), slot)
+        regions = [slot[low:high] for low, high in staging.regions]
+        mine, topology = regions[self._group.rank], ring.topology
+        outgoing = {
+            rank: mine[slice(*share(mine.numel(), len(host), place))]
+            for host in topology.other_hosts
+            for place, rank in enumerate(host)
+        }
+        incoming = {
+            rank: regions[rank][slice(*share(regions[rank].numel(), len(topology.host), topology.place))]
+            for host in topology.other_hosts
+            for rank in host
+        }
+        return AllGatherHandle(collectives.swap(self._group, outgoing, incoming), slot, ring.taken)
+
+    def relay(self, handle: AllGatherHandle) -> AllGatherHandle:
+        """If other hosts take part: what this rank receives of them is there for its host when it has said so."""
+        if handle.to_relay is None or self._ring is None:
+            return handle
+        handle.under_way.wait()
+        return AllGatherHandle(self._ring.signal(handle.to_relay), handle.staged)
 
     def finish(self, handle: AllGatherHandle) -> None:
         """Put what arrived where it belongs."""
@@ -112,6 +142,10 @@ class BucketAllGather:
             self._in_place = _bytes(flat(param)) if param.is_contiguous() else None
         return self._in_place is not None
 
+    def _share(self, span: Tensor) -> Tensor:
+        number, count = self._part
+        return span if count == 1 else span[slice(*share(span.numel(), count, number))]
+
     def _sort_by_size(self, shard: Sequence[Piece], params: Mapping[int, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """What of a shard is sent from where it lies, as bytes, and what is packed first."""
         direct, packed = [], []
@@ -121,12 +155,31 @@ class BucketAllGather:
             if not param.is_contiguous():  # whole: those that are cut were made contiguous
                 packed.append(param)
                 continue
-            span = flat(param)[piece.start : piece.stop]
+            span = self._share(flat(param)[piece.start : piece.stop])
             if large:
                 direct.append(_bytes(span))
             else:
                 packed.append(span)
         return direct, packed
+
+
+def gathers_of(
+    bucket: Bucket,
+    params: Mapping[int, Tensor],
+    active: Mapping[int, bool],
+    group: Group,
+    buffer: Tensor | None,
+    ring: SharedMemoryRing | None,
+) -> list[BucketAllGather]:
+    """The gathers of one bucket: one, or several if it is a parameter that is larger than a slot of shared memory."""
+    nbytes, like = bucket.numel * bucket.itemsize, params[bucket.params[0]]
+    can_be_cut = len(bucket.params) == 1 and (buffer is not None or like.is_contiguous())
+    too_large = ring is not None and nbytes > ring.slot_bytes and collectives.sends_pairwise(group, like.device)
+    count = 1
+    if ring is not None and can_be_cut and too_large:
+        rounding = group.world_size * bucket.itemsize  # an element per rank
+        count = -(-nbytes // max(ring.slot_bytes - rounding, 1))
+    return [BucketAllGather(bucket, params, active, group, buffer, ring, (number, count)) for number in range(count)]
 
 
 def _runs(bucket: Bucket, shard: Sequence[Piece]) -> list[tuple[int, int]]:

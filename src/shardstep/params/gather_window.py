@@ -32,9 +32,10 @@ class GatherWindow:
 
     def start(self, position: int) -> None:
         """Start the gather of a bucket. All ranks start them in the same order."""
-        gather = self._sharded.plan.gathers[position]
-        if gather is None:
-            return
+        for gather in self._sharded.plan.gathers[position]:
+            self._start(position, gather)
+
+    def _start(self, position: int, gather: BucketAllGather) -> None:
         # (A ring that a failed step left full says so when a slot is taken.)
         while self._in_flight and (len(self._in_flight) >= MAX_IN_FLIGHT or gather.must_wait):
             self.finish_oldest()
@@ -55,8 +56,17 @@ class GatherWindow:
         _, gather, handle = self._in_flight.popleft()
         with record_function("shardstep::gather"):
             try:
+                handle = gather.relay(handle)
                 handle.under_way.wait()
                 gather.finish(handle)
+            except RuntimeError as error:
+                raise self._failed(error) from error
+
+    def relay(self) -> None:
+        """Hand on to the ranks of this host what others send it. What is then left to do needs no other rank's help."""
+        with record_function("shardstep::gather"):
+            try:
+                self._in_flight = deque((position, one, one.relay(handle)) for position, one, handle in self._in_flight)
             except RuntimeError as error:
                 raise self._failed(error) from error
 

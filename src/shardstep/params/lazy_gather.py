@@ -108,12 +108,13 @@ class LazyGathers:
             if through is not None and through not in positions:  # another thread was faster, or an error drained all
                 self._release(through)
                 return
-            done = positions if through is None else positions[: positions.index(through) + 1]
+            count = len(positions) if through is None else len(positions) - positions[::-1].index(through)
             try:
-                for position in done:
+                for position in positions[:count]:
                     with torch._C.DisableTorchFunctionSubclass():  # putting a value in its place is no reading of it
                         self._gathers.finish_oldest()
-                    self._release(position)
+                    if position not in self._gathers.in_flight:  # a large one travels in parts
+                        self._release(position)
             except GatherFailed as failure:
                 self._failure = failure
                 for position in positions:  # nothing is to come any more: one error is enough

@@ -19,8 +19,9 @@ from shardstep.comm import collectives
 from shardstep.comm.codec import dtype_name
 from shardstep.comm.process_group import Group
 from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
+from shardstep.comm.topology import Topology, find_topology
 from shardstep.layout import partition
-from shardstep.layout.specs import Bucket, Layout
+from shardstep.layout.specs import Layout
 from shardstep.params import groups as group_forms
 from shardstep.params.bucket_views import BucketViews
 from shardstep.params.builder import OptimizerBuilder
@@ -33,6 +34,7 @@ from shardstep.params.step_plan import StepPlan, make_plan
 # Gathers under way at the same time: enough to keep the wire busy while the next bucket is updated, and a bound on the
 # memory for staging.
 MAX_IN_FLIGHT = 4
+_LEAST_PART_BYTES = 64 * 1024  # smaller parts cost more than they save
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -51,6 +53,7 @@ class ShardedParameters:
     ) -> None:
         """``apart``: pieces are tensors of their own, see ``LocalPieces``."""
         self.group = group
+        self.topology = Topology(group.rank, (tuple(range(group.world_size)),))  # known when settled
         self.wire = group  # through which parameters are gathered
         self.builder = builder
         self._bucket_bytes = _bytes_of(bucket_cap_mb)
@@ -125,6 +128,7 @@ class ShardedParameters:
     def settle(self) -> None:
         """Collective. After all ranks agreed: move the parameters into their views and plan the steps."""
         self.active = self.active_now()
+        self.topology = find_topology(self.wire)
         self._open_ring()
         if self._views is not None:
             self._views.extend(self.layout, self.params)
@@ -132,25 +136,25 @@ class ShardedParameters:
         self.bind()
 
     def _open_ring(self) -> None:
-        """Shared memory for the buckets that no single parameter makes larger than the cap."""
+        """Slots of shared memory for buckets, or for parts of parameters that are larger than one."""
         group = self.wire
         if group.world_size == 1 or not all(collectives.sends_pairwise(group, p.device) for p in self.params.values()):
             return
-        small = [bucket.numel * bucket.itemsize for bucket in self.layout.buckets if self.is_small(bucket)]
-        if not small:
-            return
-        in_flight, ring = min(len(small), MAX_IN_FLIGHT), self._ring
-        if ring is None or ring.slot_bytes < max(small) or ring.in_flight < in_flight:
-            self._ring = open_ring(group, in_flight, max(small))
+        sizes = [bucket.numel * bucket.itemsize for bucket in self.layout.buckets]
+        slot_bytes = min(max(sizes, default=0), self.part_bytes)
+        in_flight, ring = min(sum(-(-size // self.part_bytes) for size in sizes), MAX_IN_FLIGHT), self._ring
+        if in_flight and (ring is None or ring.slot_bytes < slot_bytes or ring.in_flight < in_flight):
+            self._ring = open_ring(group, self.topology, in_flight, slot_bytes)
 
     @property
     def shares_memory(self) -> bool:
         """Whether parameters are gathered through memory that the ranks share."""
         return self._ring is not None
 
-    def is_small(self, bucket: Bucket) -> bool:
-        """Whether the bucket is not larger than the cap. (Padding may exceed it a little.)"""
-        return bucket.numel * bucket.itemsize <= self._bucket_bytes * 1.01
+    @property
+    def part_bytes(self) -> int:
+        """A bucket that is larger than this is one parameter, and travels in parts. (Padding may exceed the cap.)"""
+        return max(int(self._bucket_bytes * 1.01), _LEAST_PART_BYTES)
 
     def _place(self, param_groups: Sequence[dict[str, Any]], granularities: Sequence[str]) -> None:
         found = group_forms.specs_of(param_groups, granularities, list(self.params.values()))

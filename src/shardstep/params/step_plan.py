@@ -13,7 +13,7 @@ from torch import Tensor
 from shardstep.comm.process_group import Group
 from shardstep.comm.shared_memory import SharedMemoryRing
 from shardstep.layout.specs import Layout
-from shardstep.params.all_gather import BucketAllGather
+from shardstep.params.all_gather import BucketAllGather, gathers_of
 from shardstep.params.pieces import LocalPieces
 
 # By position of the group: the tensors to step and, if the group has names, their names.
@@ -24,7 +24,7 @@ class StepPlan(NamedTuple):
     """The buckets of a step."""
 
     active_buckets: list[int]  # with a parameter that may change, in order
-    gathers: list[BucketAllGather | None]  # by bucket; None: there is nothing to send
+    gathers: list[list[BucketAllGather]]  # by bucket: one, none if there is nothing to send, or one per part
     subsets: list[Subset]  # by bucket: what of this rank's groups is stepped with it
     owns_active: bool  # whether this rank has anything to step
 
@@ -42,11 +42,11 @@ def make_plan(
     """``indices``: per group, the parameters of which this rank has a piece. ``buffers``: of bucket views."""
     buckets = layout.buckets
     active_buckets = [b.position for b in buckets if any(active[index] for index in b.params)]
-    gathers: list[BucketAllGather | None] = [None] * len(buckets)
+    gathers: list[list[BucketAllGather]] = [[] for _ in buckets]
     if wire.world_size > 1:
         for position in active_buckets:
-            gather = BucketAllGather(buckets[position], params, active, wire, buffers[position], ring)
-            gathers[position] = None if gather.empty else gather
+            made = gathers_of(buckets[position], params, active, wire, buffers[position], ring)
+            gathers[position] = [gather for gather in made if not gather.empty]
     subsets = _divide_by_bucket(layout, pieces, indices, active_buckets)
     return StepPlan(active_buckets, gathers, subsets, any(subsets[position] for position in active_buckets))
 
