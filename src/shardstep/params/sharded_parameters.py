@@ -21,6 +21,7 @@ from shardstep.comm.process_group import Group
 from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
 from shardstep.comm.topology import Topology, find_topology
 from shardstep.layout import partition
+from shardstep.layout.bucket_size import checked_bucket_bytes, chosen_bucket_bytes
 from shardstep.layout.specs import Layout
 from shardstep.params import groups as group_forms
 from shardstep.params.bucket_views import BucketViews
@@ -46,7 +47,7 @@ class ShardedParameters:
         group: Group,
         builder: OptimizerBuilder,
         granularity: str,
-        bucket_cap_mb: float,
+        bucket_cap_mb: float | None,
         views: bool,
         apart: bool = False,
         reduce_dtype: torch.dtype | None = None,
@@ -56,7 +57,7 @@ class ShardedParameters:
         self.topology = Topology(group.rank, (tuple(range(group.world_size)),))  # known when settled
         self.wire = group  # through which parameters are gathered
         self.builder = builder
-        self._bucket_bytes = _bytes_of(bucket_cap_mb)
+        self._bucket_bytes = checked_bucket_bytes(bucket_cap_mb) or 0  # 0: chosen when the parameters are known
         self._reduce_itemsize = reduce_dtype.itemsize if reduce_dtype is not None else None
         self.default_granularity = granularity
         self.layout = Layout(group.world_size)
@@ -161,6 +162,10 @@ class ShardedParameters:
         params = {index: param for index, (_, param) in found.items()}
         group_forms.check_apart({**self.params, **params})
         specs = [spec for spec, _ in found.values()]
+        if not self._bucket_bytes:
+            total = sum(spec.numel * spec.itemsize for spec in specs)
+            on_cpu = all(param.device.type == "cpu" for param in params.values())
+            self._bucket_bytes = chosen_bucket_bytes(total, on_cpu)
         self.layout = partition.extend(self.layout, specs, self._bucket_bytes, self._reduce_itemsize)
         self.params.update(params)
         self.index_of.update((param, index) for index, param in params.items())
@@ -332,9 +337,3 @@ class ShardedParameters:
         if self._views is not None:
             self._views.extend(self.layout, self.params)
         self.bind()
-
-
-def _bytes_of(bucket_cap_mb: float) -> int:
-    if not isinstance(bucket_cap_mb, (int, float)) or not 0 < bucket_cap_mb < float("inf"):
-        raise ValueError(f"bucket_cap_mb expects a size above 0 in MiB but got {bucket_cap_mb!r}. Use 25.")
-    return max(int(bucket_cap_mb * 2**20), 1)
