@@ -9,15 +9,16 @@ same in the same order, and whoever waits, waits for what another rank does befo
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd import Variable
 from torch.futures import Future
 from torch.nn import Module
+from torch.nn.parallel import DistributedDataParallel
 
 from shardstep.comm import collectives
 from shardstep.comm.collectives import GradBucket
@@ -40,7 +41,10 @@ class DdpFeed:
     """The optimizers of one DDP module. Called with each of DDP's buckets, in order."""
 
     def __init__(
-        self, ddp: Module | None, group: Group, members: Sequence[tuple[DdpReducedGradients, ShardedParameters]]
+        self,
+        ddp: DistributedDataParallel | None,
+        group: Group,
+        members: Sequence[tuple[DdpReducedGradients, ShardedParameters]],
     ) -> None:
         """``group``: the ranks that DDP reduces over. ``members``: the optimizers' gradients and parameters."""
         self._ddp = weakref.ref(ddp) if ddp is not None else None
@@ -48,18 +52,28 @@ class DdpFeed:
         self._sources = [weakref.ref(source) for source, _ in members]  # who keep this object
         self._index_of = [sharded.index_of for _, sharded in members]
         self._contents: dict[int, _Contents] = {}  # of DDP's buckets, by their number
+        if ddp is not None:  # inside of its own forward, which begins with rebuilding buckets
+            handle = ddp.module.register_forward_pre_hook(_calling(weakref.ref(self)))
+            weakref.finalize(self, handle.remove)
 
     @property
     def is_orphaned(self) -> bool:
         """Whether the DDP module is gone."""
         return self._ddp is not None and self._ddp() is None
 
+    def begin_forward(self) -> None:
+        for source in self._living_sources():
+            source.begin_forward()
+
+    def _living_sources(self) -> list[DdpReducedGradients]:
+        return [source for one in self._sources if (source := one()) is not None]
+
     # --- in backward ----------------------------------------------------------------------------------------------
 
     def take(self, bucket: GradBucket) -> Future[Tensor]:
         """Collective. Reduce a bucket: what optimizers have to their shards, the rest to where it is."""
         has_inputs = torch._C._current_graph_task_id() >= 0
-        sources = [source for one in self._sources if (source := one()) is not None]
+        sources = self._living_sources()
         contents = self._contents_of(bucket)
         if bucket.index() == 0:
             for source in sources:
@@ -79,10 +93,8 @@ class DdpFeed:
         Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
-        for one in self._sources:
-            source = one()
-            if source is not None:
-                source.end_backward()
+        for source in self._living_sources():
+            source.end_backward()
 
     def _reduce_foreign(self, bucket: GradBucket, contents: _Contents, divisor: int) -> Future[Tensor]:
         """Average what no optimizer has over the ranks, in DDP's buffer."""
@@ -156,6 +168,17 @@ class DdpFeed:
                     "add_param_group expects parameters of the DDP module that no other optimizer of its hook has, but "
                     f"got another one, of shape {tuple(param.shape)}. Wrap the model with it, or drop it."
                 )
+
+
+def _calling(feed: weakref.ref[DdpFeed]) -> Callable[[Module, Any], None]:
+    """A hook before a forward, that does not keep the feed."""
+
+    def begin_forward(module: Module, inputs: Any) -> None:
+        living = feed()
+        if living is not None:
+            living.begin_forward()
+
+    return begin_forward
 
 
 def _is_same(known: _Contents, buffer: Tensor, params: list[Tensor]) -> bool:

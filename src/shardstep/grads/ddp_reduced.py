@@ -72,9 +72,10 @@ class DdpReducedGradients(ReducedGradients):
 
     def take(self, gradients: Iterable[tuple[int, Tensor]], has_inputs: bool) -> None:
         """Collective. DDP has the gradients of these parameters, of this rank alone."""
-        self._scheduler.take(
-            (index, gradient if has_inputs and self._is_used(index) else None) for index, gradient in gradients
-        )
+        if has_inputs:
+            self._scheduler.take((index, gradient if self._is_used(index) else None) for index, gradient in gradients)
+        else:
+            self._scheduler.take_nothing(index for index, _ in gradients)
 
     def _is_used(self, index: int) -> bool:
         # (Without a step in backward nobody has to know before DDP does: see ``expose_deferred``.)
@@ -83,6 +84,10 @@ class DdpReducedGradients(ReducedGradients):
     def take_last(self) -> None:
         """Collective. That was DDP's last bucket."""
         self._scheduler.take_last()
+
+    def begin_forward(self) -> None:
+        """DDP has rebuilt its buckets, if it wanted to: what it has put on the parameters is of no use."""
+        self._shards.restore_displaced()
 
     def end_backward(self) -> None:
         """DDP is done with the gradients on the parameters."""
@@ -117,6 +122,9 @@ class DdpReducedGradients(ReducedGradients):
         """Give the pieces of buckets that were reduced their gradients, while others are under way."""
         for position in positions:
             self._shards.bind(position)
+
+    def check_complete(self) -> None:
+        """RuntimeError if DDP has not handed over a gradient. (It raises when the last bucket comes.)"""
 
     def stepped(self) -> None:
         super().stepped()

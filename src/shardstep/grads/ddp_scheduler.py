@@ -37,6 +37,7 @@ class DdpScheduler(BackwardScheduler):
                 "takes part in its steps. Use Join([ddp, optimizer])."
             )
         self._complete_earlier()
+        self._shards.restore_displaced()
         self._begin_shadow(self._attendance.answer_roll(self._reducer.sent))
 
     def _complete_earlier(self) -> None:
@@ -51,12 +52,21 @@ class DdpScheduler(BackwardScheduler):
             return
         for index, gradient in gradients:
             self._check_new(current, index)
-            if not self._shards.stand_in(index).take_copied():
+            if self._shards.stand_in(index).take_copied():
+                self._shards.expose(index)  # DDP may have put its view in its place
+            else:
                 self._iteration.fresh.add(index)
             if gradient is not None:
                 self._iteration.arrived[index] = gradient
                 self._shards.expose(index)
             self._mark(current, index)
+
+    def take_nothing(self, indices: Iterable[int]) -> None:
+        """DDP has zeros for these parameters, because this rank is without inputs."""
+        current = self._iteration.round
+        if current is not None:
+            for index in indices:
+                self._mark(current, index)
 
     def take_last(self) -> None:
         """DDP has handed over its last bucket: send the rest, and bring in everything."""
@@ -80,6 +90,7 @@ class DdpScheduler(BackwardScheduler):
         """Take gradients that DDP was not to reduce: of backwards in its ``no_sync``, or set by hand."""
         if self._shards.is_deferring:  # what is on the parameters is DDP's, and has come
             return
+        self._shards.restore_displaced()
         super()._sweep()
         for index, incoming in self._shards.take_incoming():
             self._keep(index, incoming)

@@ -56,7 +56,8 @@ class ReducedGradients(GradientSource):
         self._shards = GradientShards(sharded, settings.reduce_dtype)
         self._reducer = GradientReducer(sharded, self._shards, open_side_group(sharded.group), consensus, settings)
         self._norms = NormExchange(self._ranks)
-        self._changes = 0  # how often reduced gradients were changed in place
+        self._changes = 0  # how often reduced gradients were changed in place, or forgotten
+        self._wide = torch.float32  # in which norms are added up
         self._scheduler = self._make_scheduler()
 
     def _make_scheduler(self) -> BackwardScheduler:
@@ -83,6 +84,7 @@ class ReducedGradients(GradientSource):
             # What an aborted iteration has left under way belongs to the old buckets.
             sent = collectives.all_gather_ints(self._group, [self._reducer.sent])
             self._scheduler.catch_up(max(row[0] for row in sent))
+        self._wide = wide_dtype(self._sharded.params.values())
         self._shards.extend(weakref.proxy(self))
         self._scheduler.extend()
 
@@ -97,6 +99,7 @@ class ReducedGradients(GradientSource):
         exposed = self._shards.hide()
         yield
         self._scheduler.clear(keep=[] if set_to_none else exposed)
+        self.changed()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -162,6 +165,10 @@ class ReducedGradients(GradientSource):
         """A reduced gradient was changed in place."""
         self._changes += 1
 
+    def displaced(self, index: int, by: Tensor) -> None:
+        """DDP puts a view of its new bucket in the place of a sharded gradient."""
+        self._shards.displace(index, by)
+
     def local(self, index: int) -> Tensor | None:
         """This rank's piece of a parameter's reduced gradient, 1D; None if it owns no piece of it."""
         return self._shards.local(index)
@@ -173,20 +180,21 @@ class ReducedGradients(GradientSource):
                 "the norm of a sharded gradient is not available in a Join context: a rank that has joined is not "
                 "asked. Use optimizer.clip_grad_norm_ to clip."
             )
-        params = self._sharded.params
-        wide = wide_dtype([torch.empty(0, dtype=dtype), *params.values()])
+        wide = torch.float64 if dtype.to_real() == torch.float64 else self._wide
         self.settle()
-        # A reduction, a new iteration, scaling: each makes it another state of the gradients.
-        state = (self._reducer.sent, self._reducer.iteration.number, self._changes)
-        if self._norms.known(state, index, order, wide) is None:
+        if self._norms.known(self._state, index, order, wide) is None:
             self.complete()
-            state = (self._reducer.sent, self._reducer.iteration.number, self._changes)
             what = f"the norm of the gradient of {self._sharded.layout.spec_of[index].label}"
-            like = torch.empty(0, dtype=wide, device=next(iter(params.values())).device)
-            self._norms.exchange(what, state, self._sharded.layout, self._shards.local, order, like)
-        norm = self._norms.known(state, index, order, wide)
-        assert norm is not None
+            like = torch.empty(0, dtype=wide, device=self._shards.stand_in(0).device)
+            self._norms.exchange(what, self._state, self._sharded.layout, self._shards.local, order, like)
+        norm = self._norms.known(self._state, index, order, wide)
+        assert norm is not None, "it was exchanged"
         return norm.to(self._shards.stand_in(index).device, dtype)
+
+    @property
+    def _state(self) -> tuple[int, int]:
+        """Another one after every reduction, scaling and ``zero_grad``."""
+        return self._reducer.sent, self._changes
 
     def unscale(self, like: Tensor, found_inf: Tensor, inverse_scale: Tensor) -> None:
         """Collective. Multiply all shards of ``like``'s device and dtype; tell every rank if any has an inf or nan."""

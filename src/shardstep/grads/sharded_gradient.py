@@ -12,6 +12,8 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from shardstep.grads.ddp_caller import is_called_by_ddp
+
 aten = torch.ops.aten
 
 
@@ -25,6 +27,9 @@ class Owner(Protocol):
 
     def changed(self) -> None:
         """A reduced gradient was changed in place."""
+
+    def displaced(self, index: int, by: Tensor) -> None:
+        """DDP puts a view of its new bucket in the place of a sharded gradient."""
 
     def local(self, index: int) -> Tensor | None:
         """This rank's piece of a parameter's reduced gradient, 1D; None if it owns no piece of it."""
@@ -126,12 +131,16 @@ def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> An
     """
     gradient = _first((target, source))
     assert gradient is not None
-    if torch._C._current_graph_task_id() < 0 or not gradient._owner.reduces_in_ddp:
+    in_backward = torch._C._current_graph_task_id() >= 0
+    if not gradient._owner.reduces_in_ddp or not (in_backward or is_called_by_ddp(__name__)):
         raise RuntimeError(_refusal(str(func), gradient))
-    if gradient is source:
-        incoming, gradient.was_copied = gradient.take_incoming(), True
-        return target.zero_() if incoming is None else target.copy_(incoming)
-    return target
+    if gradient is not source:
+        return target
+    if not in_backward:  # it rebuilds its buckets
+        gradient._owner.displaced(gradient._index, target)
+        return target.zero_()
+    incoming, gradient.was_copied = gradient.take_incoming(), True
+    return target.zero_() if incoming is None else target.copy_(incoming)
 
 
 def _apply(func: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> ShardedGradient:

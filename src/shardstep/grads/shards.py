@@ -66,6 +66,7 @@ class GradientShards:
         self.buckets: list[BucketShard] = []
         self._stand_ins: dict[int, ShardedGradient] = {}
         self._deferred: set[int] | None = None  # while DDP has the parameters' gradients: what it will make room for
+        self._displaced: list[tuple[int, Tensor]] = []  # by what DDP has put there when it rebuilt its buckets
         self._bound: list[int] = []  # parameters on which their own reduced gradient is, for the time of a step
 
     def extend(self, owner: Owner) -> None:
@@ -121,8 +122,20 @@ class GradientShards:
             if self._sharded.params[index].grad is not None:
                 self.expose(index)
 
+    def displace(self, index: int, by: Tensor) -> None:
+        """DDP is about to put ``by`` on the parameter instead of the sharded gradient."""
+        self._displaced.append((index, by))
+
+    def restore_displaced(self) -> None:
+        """Put sharded gradients back where DDP has put something else."""
+        displaced, self._displaced = self._displaced, []
+        for index, by in displaced:
+            if self._sharded.params[index].grad is by:
+                self._sharded.params[index].grad = self._stand_ins[index]
+
     def hide(self) -> list[int]:
         """Take the sharded gradients off the parameters. Return whose were taken."""
+        self.restore_displaced()
         exposed = [index for index in self._stand_ins if self.is_exposed(index)]
         for index in exposed:
             self._sharded.params[index].grad = None
