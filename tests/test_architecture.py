@@ -35,11 +35,12 @@ ARROWS = {
     "engine": {"comm", "params", "grads"},
     "join": {"layout", "comm", "params", "grads", "engine"},
     "optimizer": {"layout", "comm", "params", "grads", "state", "engine", "join"},
-    "ddp_hooks": {"comm", "params", "grads", "state", "engine", "optimizer"},
+    "sharded_ddp": {"comm", "params", "grads", "state", "optimizer"},
+    "ddp_hooks": {"comm", "params", "grads", "state", "engine", "optimizer", "sharded_ddp"},
     # Checkpoints: files first, then what is written to them. None of it is imported with the package.
     "checkpoint.storage": {"comm"},
     "checkpoint": {"layout", "comm", "params", "state", "checkpoint.storage"},
-    "__init__": {"grads", "state", "optimizer", "ddp_hooks", "checkpoint"},
+    "__init__": {"grads", "state", "optimizer", "sharded_ddp", "ddp_hooks", "checkpoint"},
     "tools": {"__init__", "comm", "params", "state", "checkpoint", "checkpoint.storage"},
 }
 # Who speaks with torch.distributed.checkpoint, reads and writes its files, and its metadata (a pickle).
@@ -168,7 +169,7 @@ def test_the_files_of_a_checkpoint_know_torch_and_the_codec_only():
 
 def test_nothing_but_the_package_itself_and_the_ddp_hooks_imports_the_optimizer():
     importers = [module for module, path in MODULES.items() if "optimizer" in modules_imported_by(path)]
-    assert importers == ["__init__", "ddp_hooks"]
+    assert importers == ["__init__", "ddp_hooks", "sharded_ddp"]
 
 
 @pytest.mark.parametrize("module", MODULES)

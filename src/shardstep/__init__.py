@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from shardstep.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from shardstep.grads.sharded_gradient import ShardedGradient
 from shardstep.optimizer import ZeroRedundancyOptimizer
+from shardstep.sharded_ddp import reduce_scatter_hook, shard_ddp_gradients
 from shardstep.state.memory import MemoryReport
 from shardstep.state.shard import StateShard
 
@@ -20,6 +21,8 @@ __all__ = [
     "checkpoint",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",
+    "reduce_scatter_hook",
+    "shard_ddp_gradients",
 ]
 __version__ = "0.2.0"
 

@@ -8,6 +8,9 @@ Everything happens on the thread that calls the hook. DDP's buckets are worked o
 in which they become complete, so every rank starts the same gathers in the same order, however late a reduction is.
 A rank that waits for a gather waits for a rank that has its reductions up to there and starts the gather at its next
 call: nobody waits in a circle. The gathers have a process group of their own, apart from DDP's reductions.
+
+With ``reduce_scatter_hook`` we reduce, too. There a bucket is stepped when its reduction was brought in to make room
+for the next ones, which depends on counts only: all ranks reduce and gather in one and the same order.
 """
 
 from __future__ import annotations
@@ -24,8 +27,10 @@ from shardstep.comm.collectives import GradBucket
 from shardstep.comm.process_group import Group
 from shardstep.engine import Step
 from shardstep.grads.ddp_buckets import DdpBucketGradients, ParameterUsage
+from shardstep.grads.ddp_reduced import DdpReducedGradients
 from shardstep.optimizer import ZeroRedundancyOptimizer
 from shardstep.params.sharded_parameters import ShardedParameters
+from shardstep.sharded_ddp import connect_stepping_hook, reduce_scatter_hook
 from shardstep.state.wrappers import unwrapped
 
 # Any: what register_comm_hook was given for the hook, which is between the two of them.
@@ -41,13 +46,14 @@ def hook_with_zero_step(
     and does nothing more. Learning rates and other options are those of the moment at which backward runs.
 
     Args:
-        hook: any DDP hook that reduces a bucket, e.g. ``allreduce_hook``.
+        hook: any DDP hook that reduces a bucket, e.g. ``allreduce_hook``. With ``reduce_scatter_hook``, which gets
+            ``zero`` as its state, each rank gets the sum of its share only: as much is sent as by DDP alone.
         ddp: the wrapped model, to which the result is given with ``register_comm_hook``.
         zero: an optimizer over its parameters that was built with ``overlap_with_ddp=True``.
         shard_buckets: accepted as in torch, where it spreads DDP's buckets evenly over the ranks. Here the layout does
             that already, exactly and whatever DDP's buckets are, so it changes nothing.
     """
-    return _as_function(_SteppingHook("hook_with_zero_step", hook, ddp, zero, interleaved=False))
+    return _as_function(_stepping("hook_with_zero_step", hook, ddp, zero, interleaved=False))
 
 
 def hook_with_zero_step_interleaved(
@@ -56,12 +62,18 @@ def hook_with_zero_step_interleaved(
     """Like ``hook_with_zero_step``, but steps what has been reduced while backward still computes the rest.
 
     Args:
-        hook: any DDP hook that reduces a bucket and does not step, e.g. ``allreduce_hook``.
+        hook: any DDP hook that reduces a bucket and does not step, e.g. ``allreduce_hook`` or
+            ``reduce_scatter_hook``.
         ddp: the wrapped model, to which the result is given with ``register_comm_hook``.
         zero: an optimizer over its parameters that was built with ``overlap_with_ddp=True``.
         shard_buckets: accepted as in torch; changes nothing.
     """
-    return _as_function(_SteppingHook("hook_with_zero_step_interleaved", hook, ddp, zero, interleaved=True))
+    return _as_function(_stepping("hook_with_zero_step_interleaved", hook, ddp, zero, interleaved=True))
+
+
+def _stepping(name: str, hook: Hook, ddp: Any, zero: Any, interleaved: bool) -> _SteppingHook:
+    kind = _ScatteringHook if hook is reduce_scatter_hook else _SteppingHook
+    return kind(name, hook, ddp, zero, interleaved)
 
 
 def _as_function(stepping: _SteppingHook) -> Hook:
@@ -98,17 +110,23 @@ class _SteppingHook:
                 "parameters_as_bucket_view made some contiguous. Drop it, or call model.to(memory_format="
                 "torch.contiguous_format) before DDP."
             )
-        self._source: DdpBucketGradients = self._engine.source  # type: ignore[assignment]
         self._usage = _usage(ddp, sharded)
-        self._source.attach(self._usage)
+        self._source = self._connect(ddp)
         self._step: Step | None = None
         self._queue: deque[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = deque()  # reduced or about to be
 
+    def _connect(self, ddp: DistributedDataParallel) -> Any:
+        """The source of gradients that this hook feeds."""
+        source = self._engine.source
+        assert isinstance(source, DdpBucketGradients)
+        source.attach(self._usage)
+        return source
+
     def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._source.called()
-        future = self._hook(state, bucket)
         if bucket.index() == 0:
             self._abort()
+        future = self._hook(state, bucket)
         step = self._step if self._step is not None else self._begin()
         self._queue.append((bucket, future))
         if bucket.is_last():
@@ -126,8 +144,11 @@ class _SteppingHook:
                 "format was changed. Wrap the model in DDP again."
             )
         self._step = self._engine.begin(self._zero.param_groups)
-        self._source.begin()
+        self._begin_gradients()
         return self._step
+
+    def _begin_gradients(self) -> None:
+        self._source.begin()
 
     def _work_off(self, step: Step, done_only: bool) -> None:
         """Step with what was reduced, in DDP's order; ``done_only``: as far as that needs no waiting."""
@@ -158,8 +179,33 @@ class _SteppingHook:
             self._engine.abort(step, self._source)
 
 
+class _ScatteringHook(_SteppingHook):
+    """Around ``reduce_scatter_hook``: what is stepped are the shards that it has reduced."""
+
+    def _connect(self, ddp: DistributedDataParallel) -> DdpReducedGradients:
+        feed = connect_stepping_hook(self.name, ddp, self._zero, self._usage)
+        self._hook = lambda state, bucket: feed.take(bucket)  # whatever DDP's state is
+        source = self._engine.source
+        assert isinstance(source, DdpReducedGradients)
+        return source
+
+    def _begin_gradients(self) -> None:
+        """They have come with the bucket."""
+
+    def _work_off(self, step: Step, done_only: bool) -> None:
+        self._queue.clear()
+        with torch.no_grad(), step.failing_together():
+            waiting = set(step.waiting) if step.update is None else set()
+            for position in self._source.reduced():
+                if position in waiting:
+                    self._source.bind_reduced([position])
+                    step.advance(position)
+
+
 def _checked(name: str, zero: Any) -> ZeroRedundancyOptimizer:
     zero = unwrapped(zero)
+    if isinstance(zero, ZeroRedundancyOptimizer) and isinstance(zero.engine.source, DdpReducedGradients):
+        raise ValueError(f"{name} expects an optimizer without another hook. Make one hook for an optimizer.")
     if not isinstance(zero, ZeroRedundancyOptimizer) or not isinstance(zero.engine.source, DdpBucketGradients):
         raise ValueError(
             f"{name} expects an optimizer built with overlap_with_ddp=True. Add it to the arguments of "

@@ -116,6 +116,12 @@ class Engine:
         self._lazy_gather = lazy_gather
         self._lazy: LazyGathers | None = None
 
+    def take_gradients_from(self, source: GradientSource) -> None:
+        """From now on, instead of from the parameters. Between steps, and once."""
+        if not self.source.may_be_replaced:
+            raise AssertionError(f"{type(self.source).__name__} cannot be replaced by {type(source).__name__}")
+        self.source = source
+
     def step(
         self,
         param_groups: ParamGroups,
@@ -249,6 +255,7 @@ class Engine:
         def evaluate() -> Any:
             if self.sharded.builder.moves_first:  # each rank has moved its pieces: the closure is about all of them
                 self._gather()
+            source.release()  # backward finds on the parameters what it left there
             loss = closure()
             source.prepare(param_groups)
             source.bind(self.sharded.plan.active_buckets)

@@ -97,6 +97,10 @@ class JoinAttendance:
         sent_by_all = [row[0] for row in collectives.all_gather_ints(self._group, [sent])]
         return Roll(self._group.world_size, most_sent=max(sent_by_all))
 
+    def answer_roll(self, sent: int) -> Roll:
+        """Collective. Before a round of reductions, on a rank without inputs whose DDP takes part in it."""
+        return self.roll_of(self.meet(Call(Activity.JOINED, sent=sent)))
+
     def roll_of(self, everyone: Sequence[Call]) -> Roll:
         """What the calls of all ranks say about a round."""
         active = sum(call.kind != Activity.JOINED for call in everyone)
@@ -136,12 +140,18 @@ class Shadow(JoinHook):
         source = self._optimizer.engine.source
         if source.steps_in_backward:  # DDP's shadow calls the hook
             return
-        everyone = self._attendance.meet(Call(Activity.JOINED, sent=source.sent))
-        call = next((call for call in everyone if call.kind != Activity.JOINED), Call(Activity.JOINED))
-        if call.kind in (Activity.JOINED, Activity.STEP):
-            self._step(source, everyone)
-        else:
+        everyone, call = self._meet(source)
+        while call.kind not in (Activity.JOINED, Activity.STEP):
             source.take_part(call, self._attendance.roll_of(everyone), self._params)
+            if not source.reduces_in_ddp:  # then everything the others do has a turn of its own
+                return
+            everyone, call = self._meet(source)
+        self._step(source, everyone)
+
+    def _meet(self, source: GradientSource) -> tuple[list[Call], Call]:
+        """What everybody does now, and what the ranks with inputs do."""
+        everyone = self._attendance.meet(Call(Activity.JOINED, sent=source.sent))
+        return everyone, next((call for call in everyone if call.kind != Activity.JOINED), Call(Activity.JOINED))
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._optimizer.engine.source.leave_join()
@@ -172,6 +182,11 @@ class UnevenInputs(Joinable):
         """
         self._attendance.divides_by_initial_world_size = kwargs.get("divide_by_initial_world_size", True)
         return Shadow(cast(Uneven, self), self._attendance)
+
+    @property
+    def attendance(self) -> JoinAttendance:
+        """Who takes part in steps and reductions. For the DDP hooks, no part of the API."""
+        return self._attendance
 
     @property
     def in_join_context(self) -> bool:

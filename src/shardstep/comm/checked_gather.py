@@ -23,22 +23,29 @@ class CheckedGather:
     def __init__(self, group: Group, consensus: RankConsensus) -> None:
         self._group, self._consensus = group, consensus
 
+    @property
+    def rank(self) -> int:
+        return self._group.rank
+
     def gather(self, what: str, value: Tensor) -> Tensor:
         """Collective: call on every rank of the group, with the same ``what``. Everybody's ``value`` (0-dim), by rank.
 
         RuntimeError, which names the ranks that did not ask, if some did not.
         """
+        return self.gather_rows(what, value.view(1)).reshape(-1)
+
+    def gather_rows(self, what: str, row: Tensor) -> Tensor:
+        """Like ``gather``, but with several values each: everybody's ``row`` (1D), stacked by rank."""
         if self._group.world_size == 1:
-            return value.view(1)
-        checked = value.device.type == "cpu"
-        purpose = float(zlib.crc32(what.encode()))
-        row = torch.tensor([purpose, float(value)], dtype=torch.float64) if checked else value.view(1)
+            return row.unsqueeze(0)
+        checked = row.device.type == "cpu"
+        purpose = torch.tensor([float(zlib.crc32(what.encode()))], dtype=torch.float64)
         try:
-            rows = collectives.all_gather_rows(self._group, row)
+            rows = collectives.all_gather_rows(self._group, torch.cat([purpose, row.double()]) if checked else row)
         except RuntimeError as error:
             raise RuntimeError(self._consensus.explain_absence(what, error)) from error
         if not checked:
-            return rows.view(-1)
+            return rows
         if (rows[:, 0] != purpose).any():
             self._consensus.check_equal("reading a sharded gradient", [("call", {"read": what})])
-        return rows[:, 1].to(value.dtype)
+        return rows[:, 1:].to(row.dtype)

@@ -169,6 +169,15 @@ def reduce_shards(group: Group, buffer: Tensor, shards: Sequence[Tensor], total:
     return Handle(tuple(work for work in works if work is not None), buffer)
 
 
+def all_reduce_mean(group: Group, tensor: Tensor, divisor: int) -> torch.futures.Future[Tensor]:
+    """Start to sum a tensor over the ranks, divided by ``divisor``, in place."""
+    if divisor != 1:
+        tensor.div_(divisor)
+    work = dist.all_reduce(tensor, group=group.process_group, async_op=True)
+    assert work is not None, "this rank is a member"
+    return work.get_future().then(lambda future: future.value()[0])
+
+
 def all_gather_rows(group: Group, row: Tensor) -> Tensor:
     """Everybody's ``row`` (1D), stacked by rank, on its device. In stream order on an accelerator."""
     if group.world_size == 1:

@@ -62,6 +62,9 @@ class Attendance(Protocol):
     def call_roll(self, iteration: int, aborted: bool, sent: int) -> Roll:
         """Collective. Before a round. JoinEnded if it is not to begin."""
 
+    def answer_roll(self, sent: int) -> Roll:
+        """Collective. Before a round, on a rank without inputs that takes part in it."""
+
     def announce_clipping(self, max_norm: float, order: float) -> None:
         """Collective. Before the norm of all gradients is computed."""
 

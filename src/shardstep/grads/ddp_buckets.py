@@ -60,6 +60,10 @@ class DdpBucketGradients(ParameterGradients):
     def may_step_in_backward(self) -> bool:  # type: ignore[override]
         return self._hook is HookState.MADE
 
+    @property
+    def may_be_replaced(self) -> bool:  # type: ignore[override]
+        return self._hook is HookState.NONE
+
     def attach(self, usage: ParameterUsage | None) -> None:
         """A hook was made. ``usage``: finds out which parameters are used, if some may not be."""
         if self._hook is HookState.NONE:
@@ -99,7 +103,7 @@ class DdpBucketGradients(ParameterGradients):
         index_of, backward = self._sharded.index_of, self._backward
         found = [
             (index_of[param], param, view)
-            for param, view in _views(bucket, reduced)
+            for param, view in views_of(bucket, reduced)
             if param in index_of and index_of[param] not in backward.held
         ]
         backward.gradients.update({index: view for index, _, view in found})
@@ -193,6 +197,10 @@ class ParameterUsage:
     def _note(self, index: int, param: Tensor) -> None:
         self._here.add(index)
 
+    def is_used_here(self, index: int) -> bool:
+        """Whether a parameter was used on this rank."""
+        return index in self._here
+
     def forget(self) -> None:
         """The iteration is over."""
         self._here.clear()
@@ -210,7 +218,7 @@ class ParameterUsage:
         ]
 
 
-def _views(bucket: GradBucket, reduced: Any) -> list[tuple[Tensor, Tensor]]:
+def views_of(bucket: GradBucket, reduced: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The parameters of a bucket, each with its gradient: a view of the reduced buffer, laid out as DDP does.
 
     That is in the order of the parameter's own memory if it is dense. (``bucket.gradients()`` knows offsets only.)

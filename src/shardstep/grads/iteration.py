@@ -128,6 +128,14 @@ class Iteration:
             self.arrived.clear()
             self.round = None
 
+    def keep_copies(self) -> None:
+        """Of gradients that were not sent yet: their memory will be used for others."""
+        self.arrived = {index: gradient.clone() for index, gradient in self.arrived.items()}
+        if self.round is not None and self.round.leaving is not None:
+            gradients, kept = self.round.leaving
+            copies = [None if gradient is None else gradient.clone() for gradient in gradients]
+            self.round.leaving = Leaving(copies, kept)
+
     def continued(self) -> Iteration:
         """The next one, with the gradients that were not sent in this."""
         following = Iteration(self.number + 1)

@@ -19,6 +19,8 @@ from shardstep.params.sharded_parameters import ShardedParameters
 class ParameterGradients(GradientSource):
     """``param.grad``. A piece that is its whole parameter has it already; a cut one gets its slice of it."""
 
+    may_be_replaced = True
+
     def __init__(self, sharded: ShardedParameters, consensus: RankConsensus) -> None:
         self._sharded = sharded
         self._averaged = AverageCheck(consensus)

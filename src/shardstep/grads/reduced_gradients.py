@@ -19,6 +19,8 @@ from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import open_side_group
 from shardstep.grads import clipping
 from shardstep.grads.attendance import Activity, Attendance, Call, Roll
+from shardstep.grads.hooked_scheduler import HookedScheduler
+from shardstep.grads.norm_exchange import NormExchange
 from shardstep.grads.norms import norm_over_ranks, wide_dtype
 from shardstep.grads.reducer import GradientReducer
 from shardstep.grads.scheduler import BackwardScheduler
@@ -33,6 +35,7 @@ class ReducedGradients(GradientSource):
     """Sharded gradients. Also the owner of every ``ShardedGradient`` (see there)."""
 
     calls_roll = True
+    reduces_in_ddp = False
 
     def __init__(
         self,
@@ -52,7 +55,13 @@ class ReducedGradients(GradientSource):
         self._ranks = CheckedGather(sharded.group, consensus)
         self._shards = GradientShards(sharded, settings.reduce_dtype)
         self._reducer = GradientReducer(sharded, self._shards, open_side_group(sharded.group), consensus, settings)
-        self._scheduler = BackwardScheduler(sharded, self._shards, self._reducer, settings, attendance)
+        self._norms = NormExchange(self._ranks)
+        self._changes = 0  # how often reduced gradients were changed in place, or forgotten
+        self._wide = torch.float32  # in which norms are added up
+        self._scheduler = self._make_scheduler()
+
+    def _make_scheduler(self) -> BackwardScheduler:
+        return HookedScheduler(self._sharded, self._shards, self._reducer, self._settings, self._attendance)
 
     # --- for the engine -------------------------------------------------------------------------------------------
 
@@ -62,7 +71,7 @@ class ReducedGradients(GradientSource):
             self._shards.bind(position)
 
     def release(self) -> None:
-        self._sharded.pieces.release_gradients()
+        self._shards.release()
 
     def check(self) -> None:
         self._sharded.check_still_trained()
@@ -75,6 +84,7 @@ class ReducedGradients(GradientSource):
             # What an aborted iteration has left under way belongs to the old buckets.
             sent = collectives.all_gather_ints(self._group, [self._reducer.sent])
             self._scheduler.catch_up(max(row[0] for row in sent))
+        self._wide = wide_dtype(self._sharded.params.values())
         self._shards.extend(weakref.proxy(self))
         self._scheduler.extend()
 
@@ -89,6 +99,7 @@ class ReducedGradients(GradientSource):
         exposed = self._shards.hide()
         yield
         self._scheduler.clear(keep=[] if set_to_none else exposed)
+        self.changed()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -108,6 +119,7 @@ class ReducedGradients(GradientSource):
         device = params[0].device if params else torch.device("cpu")
         norm = norm_over_ranks(self._ranks, "clip_grad_norm_", gradients, order, device, wide_dtype(params))
         clipping.scale(gradients, norm, max_norm, order, error_if_nonfinite)
+        self.changed()
         return norm
 
     def full(self, index: int) -> Tensor | None:
@@ -145,6 +157,18 @@ class ReducedGradients(GradientSource):
         """Collective. Reduce what has not been reduced yet."""
         self._scheduler.complete()
 
+    def settle(self) -> None:
+        """Collective. Bring in what is under way."""
+        self._scheduler.settle()
+
+    def changed(self) -> None:
+        """A reduced gradient was changed in place."""
+        self._changes += 1
+
+    def displaced(self, index: int, by: Tensor) -> None:
+        """DDP puts a view of its new bucket in the place of a sharded gradient."""
+        self._shards.displace(index, by)
+
     def local(self, index: int) -> Tensor | None:
         """This rank's piece of a parameter's reduced gradient, 1D; None if it owns no piece of it."""
         return self._shards.local(index)
@@ -156,14 +180,25 @@ class ReducedGradients(GradientSource):
                 "the norm of a sharded gradient is not available in a Join context: a rank that has joined is not "
                 "asked. Use optimizer.clip_grad_norm_ to clip."
             )
-        local = self._shards.local(index)
-        wide = torch.float64 if dtype.to_real() == torch.float64 else torch.float32
-        what = f"the norm of the gradient of {self._sharded.layout.spec_of[index].label}"
-        device = self._shards.stand_in(index).device
-        return norm_over_ranks(self._ranks, what, [] if local is None else [local], order, device, wide).to(dtype)
+        wide = torch.float64 if dtype.to_real() == torch.float64 else self._wide
+        self.settle()
+        if self._norms.known(self._state, index, order, wide) is None:
+            self.complete()
+            what = f"the norm of the gradient of {self._sharded.layout.spec_of[index].label}"
+            like = torch.empty(0, dtype=wide, device=self._shards.stand_in(0).device)
+            self._norms.exchange(what, self._state, self._sharded.layout, self._shards.local, order, like)
+        norm = self._norms.known(self._state, index, order, wide)
+        assert norm is not None, "it was exchanged"
+        return norm.to(self._shards.stand_in(index).device, dtype)
+
+    @property
+    def _state(self) -> tuple[int, int]:
+        """Another one after every reduction, scaling and ``zero_grad``."""
+        return self._reducer.sent, self._changes
 
     def unscale(self, like: Tensor, found_inf: Tensor, inverse_scale: Tensor) -> None:
         """Collective. Multiply all shards of ``like``'s device and dtype; tell every rank if any has an inf or nan."""
+        self.complete()
         if self._attendance.is_uneven:
             self._attendance.announce_unscaling(float(inverse_scale), self._shards.index_of(like))
         self._unscale(like, found_inf, inverse_scale)
@@ -175,6 +210,7 @@ class ReducedGradients(GradientSource):
             torch._amp_foreach_non_finite_check_and_unscale_(shards, found_inf, inverse_scale)
         found = self._ranks.gather("unscaling the gradients (GradScaler)", found_inf.view(()))
         found_inf.copy_(found.amax().view_as(found_inf))
+        self.changed()
 
     # --- for ranks without inputs ---------------------------------------------------------------------------------
 

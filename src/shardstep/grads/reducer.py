@@ -119,6 +119,11 @@ class GradientReducer:
         return bool(self._in_flight)
 
     @property
+    def under_way(self) -> int:
+        """How many buckets of use were sent, and not brought in yet."""
+        return len(self.iteration.resend) + sum(not sent.is_over for sent in self._in_flight)
+
+    @property
     def reports(self) -> bool:
         """Whether ranks report with every bucket what it is."""
         return all(transport.reports for transport in self._transports)

@@ -1,18 +1,9 @@
 """ZeRO-2: what is reduced when, during backward.
 
 A *round* is one reduction of every bucket that has a parameter to train, in one fixed order: usually one round per
-backward. Hooks on the parameters collect gradients as autograd finishes them; when all of a bucket (and of those before
-it in the order) are there, it is packed and sent; what arrives is summed into this rank's shard.
-
-[Note: the end of backward]
-The first hook of a backward asks autograd to be called at its end, where buckets with unused parameters are sent and
-everything is brought in. In a backward that runs inside another one (re-entrant checkpointing) that would be too early:
-there the outer one is waited for. If no hook fires in the outer one, the rest is done at the first use of a gradient.
-
-[Note: a gradient that comes in parts]
-Inside re-entrant checkpointing autograd may finish a shared parameter several times in one backward. If its bucket was
-already sent, the round is ended and a second one takes the rest; all ranks have the same graph and do the same. From
-then on the bucket waits for the end of backward.
+backward. Gradients are collected as they come, from autograd (``hooked_scheduler.py``) or from DDP
+(``ddp_scheduler.py``); when all of a bucket (and of those before it in the order) are there, it is packed and sent;
+what arrives is summed into this rank's shard.
 
 [Note: when a rank is missing]
 If a rank raises in its forward or backward, the others wait for it in theirs. They must come back, so that the program
@@ -29,17 +20,13 @@ from operator import attrgetter
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 
 from shardstep.grads.attendance import Attendance, JoinEnded, Roll
-from shardstep.grads.gradient_hooks import GradientHooks
 from shardstep.grads.iteration import Iteration, IterationState, Leaving, Round, RoundPlan
-from shardstep.grads.nested_backward import BackwardTracker
 from shardstep.grads.reducer import GradientReducer
 from shardstep.grads.settings import ReduceSettings
 from shardstep.grads.sharded_gradient import ShardedGradient
 from shardstep.grads.shards import GradientShards
-from shardstep.params.model_search import check_not_in_ddp
 from shardstep.params.sharded_parameters import ShardedParameters
 
 # How long a rank that is ahead waits inside its backward for the others, in seconds. See the note above.
@@ -65,17 +52,13 @@ class BackwardScheduler:
         self._settings = settings
         self._attendance = attendance
         self.syncs = True  # False within no_sync
-        self._in_parts: set[int] = set()  # see the note
         self._order: list[int] = []  # of all buckets
         self._plan = RoundPlan([], [], [])
-        self._backwards = BackwardTracker()
         self._turn = 0  # of the sequence: where this rank was when an iteration was aborted
-        self._checked = False  # that nobody else reduces these gradients
-        self._hooks = GradientHooks(self, BackwardScheduler._collect)
+        self.steps_in_backward = False  # then backward waits for the other ranks as long as the group does
 
     def extend(self) -> None:
-        """Take over what was added to the parameters: hooks, buckets. Collective."""
-        self._hooks.extend(self._sharded.params)
+        """Take over the buckets that were added. Collective."""
         self._reducer.extend()
         # Backward finishes parameters from the last to the first, so a bucket is ready with its first parameter.
         buckets = self._sharded.layout.buckets
@@ -86,21 +69,12 @@ class BackwardScheduler:
     def _iteration(self) -> Iteration:
         return self._reducer.iteration
 
-    # --- collecting -----------------------------------------------------------------------------------------------
+    @property
+    def _patience(self) -> float | None:
+        """How long to wait for the other ranks within backward, in seconds. None: as long as the group does."""
+        return None if self.steps_in_backward else PATIENCE
 
-    def _collect(self, index: int, param: Tensor) -> None:
-        """Autograd has finished the gradient of a parameter. Runs once per parameter and backward: keep it short."""
-        gradient, stand_in = param.grad, self._shards.stand_in(index)
-        if gradient is stand_in:
-            self._keep(index, stand_in.take_incoming())
-        elif gradient is None:  # an earlier hook of the user's took it
-            return
-        elif self.syncs or self._settings.reduce_dtype is not None:
-            self._take(index, param, gradient)
-        else:
-            return  # stays where autograd put it, as in DDP
-        if self.syncs:
-            self._count(index)
+    # --- collecting -----------------------------------------------------------------------------------------------
 
     def _take(self, index: int, param: Tensor, gradient: Tensor) -> None:
         """Take a gradient off its parameter. Nothing was there before it, so it counts alone."""
@@ -125,37 +99,15 @@ class BackwardScheduler:
         earlier = arrived.get(index)
         arrived[index] = gradient if earlier is None else earlier + gradient
 
-    def _count(self, index: int) -> None:
-        """A gradient has come: send its bucket if it was the last."""
-        self._follow_backward()
-        if self._iteration.state is IterationState.LOST:
-            self._iteration.arrived.clear()
+    def _mark(self, current: Round, index: int) -> None:
+        """The gradient of a parameter has come: send its bucket if it was the last."""
+        if index in current.seen:
             return
+        current.seen.add(index)
         position = self._sharded.layout.bucket_of[index]
-        current = self._open_round()
-        if current.has_sent(position):  # before this part came
-            self._in_parts.add(index)
-            self._send_rest(None)
-            current = self._begin()
-        if index not in current.seen:
-            current.seen.add(index)
-            current.waiting[position] -= 1
-            if current.waiting[position] == 0 and self._settings.overlap:
-                self._send_ready()
-
-    def _follow_backward(self) -> None:
-        """Be called at the end of this backward, and first end the round of an earlier one if that is still open."""
-        backward = self._backwards.look()
-        if backward is None:
-            return
-        if backward.follows_another and self._iteration.is_open:
-            self._complete(None)
-        if self._backwards.enter(backward):
-            Variable._execution_engine.queue_callback(self._end_of_backward)
-
-    def _end_of_backward(self) -> None:
-        if self.syncs:
-            self._complete(PATIENCE)
+        current.waiting[position] -= 1
+        if current.waiting[position] == 0 and self._settings.overlap:
+            self._send_ready()
 
     # --- a round --------------------------------------------------------------------------------------------------
 
@@ -166,9 +118,6 @@ class BackwardScheduler:
     def _begin(self) -> Round:
         """Begin a round: who takes part, and who is waited for?"""
         self._reducer.check()
-        if not self._checked:  # the model may have been wrapped after the optimizer was built
-            check_not_in_ddp(self._sharded.params.values())
-            self._checked = True
         iteration = self._iteration
         compares = iteration.after_abort and not self._reducer.reports
         try:
@@ -185,13 +134,14 @@ class BackwardScheduler:
             self._iteration.number = roll.iteration
         if roll.most_sent is not None:
             self.catch_up(roll.most_sent)
-        waiting = list(self._plan.counts)
-        for index in self._in_parts:
-            waiting[self._sharded.layout.bucket_of[index]] += 1  # which never comes
         iteration = self._iteration
-        iteration.round, self._turn = Round(self._plan.sequence, waiting, roll.divisor), 0
+        iteration.round, self._turn = Round(self._plan.sequence, self._awaited(), roll.divisor), 0
         iteration.become(IterationState.REDUCING)
         return iteration.round
+
+    def _awaited(self) -> list[int]:
+        """By bucket: how many gradients have to come before it is sent."""
+        return list(self._plan.counts)
 
     def _replan(self) -> None:
         """Which parameters are trained may have changed."""
@@ -205,20 +155,30 @@ class BackwardScheduler:
 
     def complete(self) -> None:
         """Collective. Reduce what has not been reduced yet, and bring in everything."""
+        self._check()
+        self._sweep()
+        self.settle()
+
+    def settle(self) -> None:
+        """Collective. Bring in what is under way, and what had to wait."""
+        self._check()
+        if self._iteration.arrived and not self._iteration.is_open:
+            self._begin()
+        self._complete(None)
+
+    def _check(self) -> None:
+        """RuntimeError if there are no gradients to be had in this iteration."""
         self._reducer.check()
         if self._iteration.state is IterationState.LOST:
             raise RuntimeError(
                 "another rank has aborted this iteration (it called zero_grad without a step), so its gradients are "
                 "not available. Call zero_grad on every rank and go on with the next batch."
             )
-        if set(map(type, map(_grad, self._sharded.params.values()))) - {type(None), ShardedGradient}:
-            self._sweep()
-        if self._iteration.arrived and not self._iteration.is_open:
-            self._begin()
-        self._complete(None)
 
     def _sweep(self) -> None:
         """Take gradients that were never reduced: after no_sync only, or set by hand."""
+        if not set(map(type, map(_grad, self._sharded.params.values()))) - {type(None), ShardedGradient}:
+            return
         for index, param in self._sharded.params.items():
             if param.grad is not None and not isinstance(param.grad, ShardedGradient):
                 self._take(index, param, param.grad)
@@ -231,7 +191,7 @@ class BackwardScheduler:
         if iteration.state is IterationState.STALLED:
             return
         if self._reducer.bring_in(patience):
-            self._backwards.reset()
+            self._forget_backward()
         else:
             iteration.become(IterationState.STALLED)
 
@@ -241,7 +201,7 @@ class BackwardScheduler:
         current = iteration.round
         assert current is not None
         while iteration.state is IterationState.REDUCING and not current.is_sent and current.is_ready:
-            self._send_next(current, PATIENCE)
+            self._send_next(current, self._patience)
         if current.is_sent:
             iteration.become(IterationState.COLLECTING)
 
@@ -270,15 +230,19 @@ class BackwardScheduler:
     def _take_bucket(self, position: int) -> Leaving:
         """The gradients of a bucket that is sent now."""
         iteration, shard = self._iteration, self._shards.buckets[position]
-        for index in shard.bucket.params:  # not used in this backward, but in one without communication before it
-            param = self._sharded.params[index]
-            gradient = param.grad
-            if index not in iteration.arrived and gradient is not None and not isinstance(gradient, ShardedGradient):
-                self._take(index, param, gradient)
+        self._take_leftovers(shard.bucket.params)
         gradients = [iteration.arrived.pop(index, None) for index in shard.bucket.params]
         kept = {index for index in shard.holding if index not in iteration.fresh and self._shards.is_exposed(index)}
         iteration.fresh.difference_update(shard.bucket.params)
         return Leaving(gradients, kept)
+
+    def _take_leftovers(self, indices: Iterable[int]) -> None:
+        """A bucket of these parameters is about to be sent: take gradients that did not come by themselves."""
+        return
+
+    def _forget_backward(self) -> None:
+        """All is done that was to be done at the end of backward, or nothing is to be done any more."""
+        return
 
     # --- starting over --------------------------------------------------------------------------------------------
 
@@ -290,7 +254,7 @@ class BackwardScheduler:
         before = self._iteration
         aborted = not before.has_stepped or self._reducer.is_busy or before.is_open
         self._reducer.start_iteration(Iteration(before.number + 1, before.after_abort or aborted))
-        self._backwards.reset()
+        self._forget_backward()
         self._shards.clear(keep)
 
     def catch_up(self, most_sent: int) -> None:
@@ -309,10 +273,12 @@ class BackwardScheduler:
         self._reducer.start_iteration(self._iteration.continued())
 
     def shadow(self, roll: Roll) -> None:
-        """Collective. Take part in a round of the ranks that have inputs, with nothing to add (see join.py).
+        """Collective. Take part in a round of the ranks that have inputs, with nothing to add (see join.py)."""
+        self._begin_shadow(roll)
+        self._complete(None)
 
-        They forget their gradients when a new iteration begins; so does this one.
-        """
+    def _begin_shadow(self, roll: Roll) -> Round:
+        """They forget their gradients when a new iteration begins; so does this one."""
         if roll.iteration is not None and roll.iteration != self._iteration.number:
             self._shards.hide()
             self.clear()
@@ -321,5 +287,4 @@ class BackwardScheduler:
             if not isinstance(param.grad, ShardedGradient):
                 param.grad = None
         self._reducer.check()
-        self._begin_with(roll)
-        self._complete(None)
+        return self._begin_with(roll)

@@ -12,14 +12,24 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from shardstep.grads.ddp_caller import is_called_by_ddp
+
 aten = torch.ops.aten
 
 
 class Owner(Protocol):
     """Who keeps the shards behind sharded gradients."""
 
-    def complete(self) -> None:
-        """Collective. Reduce what has not been reduced yet."""
+    reduces_in_ddp: bool  # whether DDP's own reads and writes of ``param.grad`` are a part of it
+
+    def settle(self) -> None:
+        """Collective. Bring in what is under way."""
+
+    def changed(self) -> None:
+        """A reduced gradient was changed in place."""
+
+    def displaced(self, index: int, by: Tensor) -> None:
+        """DDP puts a view of its new bucket in the place of a sharded gradient."""
 
     def local(self, index: int) -> Tensor | None:
         """This rank's piece of a parameter's reduced gradient, 1D; None if it owns no piece of it."""
@@ -44,19 +54,26 @@ class ShardedGradient(Tensor):
     _index: int
     _label: str
     incoming: Tensor | None  # what autograd wanted to add, for the owner to take
+    was_copied: bool  # whether DDP has taken that into its bucket
 
     @staticmethod
     def __new__(cls, param: Tensor, owner: Owner, index: int, label: str) -> ShardedGradient:
         gradient = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
         )
-        gradient._owner, gradient._index, gradient._label, gradient.incoming = owner, index, label, None
+        gradient._owner, gradient._index, gradient._label = owner, index, label
+        gradient.incoming, gradient.was_copied = None, False
         return gradient
 
     def take_incoming(self) -> Tensor | None:
         """What autograd added since the last call."""
         incoming, self.incoming = self.incoming, None
         return incoming
+
+    def take_copied(self) -> bool:
+        """Whether DDP has copied it into its bucket since the last call."""
+        was_copied, self.was_copied = self.was_copied, False
+        return was_copied
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"ShardedGradient(of {self._label}, shape {tuple(self.shape)}; see optimizer.full_grad)"
@@ -86,7 +103,7 @@ def _refusal(what: str, gradient: ShardedGradient | None) -> str:
     return (
         f"{what} expects a whole gradient, but that of {label} is sharded over the ranks. Use "
         "optimizer.full_grad(param) to look at it, or optimizer.clip_grad_norm_ to clip. (If DistributedDataParallel "
-        "asks: drop the wrapper, or drop shard_gradients.)"
+        "asks: drop the wrapper, or use shardstep.shard_ddp_gradients instead of shard_gradients.)"
     )
 
 
@@ -106,21 +123,45 @@ def _accumulate(func: Any, gradient: Any, other: Any, alpha: float = 1) -> Any:
     return gradient
 
 
+def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> Any:
+    """DDP fills its bucket from ``param.grad``, and afterwards ``param.grad`` from its bucket.
+
+    The first time it gets what came in since the last reduction. The second time nothing is to be done: its bucket
+    holds this rank's gradients, and the sum is in the shards.
+    """
+    gradient = _first((target, source))
+    assert gradient is not None
+    in_backward = torch._C._current_graph_task_id() >= 0
+    if not gradient._owner.reduces_in_ddp or not (in_backward or is_called_by_ddp(__name__)):
+        raise RuntimeError(_refusal(str(func), gradient))
+    if gradient is not source:
+        return target
+    if not in_backward:  # it rebuilds its buckets
+        gradient._owner.displaced(gradient._index, target)
+        return target.zero_()
+    incoming, gradient.was_copied = gradient.take_incoming(), True
+    return target.zero_() if incoming is None else target.copy_(incoming)
+
+
 def _apply(func: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> ShardedGradient:
     """Scale or zero: each rank its piece."""
     if any(isinstance(arg, Tensor) and arg.dim() > 0 for arg in args):
         raise RuntimeError(_refusal(str(func), gradient))
-    gradient._owner.complete()
+    gradient._owner.settle()
+    if gradient.incoming is not None:  # after DDP's no_sync: not reduced yet
+        gradient.incoming = gradient.incoming.clone()  # autograd may have given it to others, too
+        func(gradient.incoming, *args, **kwargs)
     local = gradient._owner.local(gradient._index)
     if local is not None:
         func(local, *args, **kwargs)
+    gradient._owner.changed()
     return gradient
 
 
 def _apply_each(one: Any) -> Callable[..., None]:
-    def handler(func: Any, gradients: list[ShardedGradient], *args: Any) -> None:
-        for gradient in gradients:
-            _apply(one, gradient, *args)
+    def handler(func: Any, gradients: list[Tensor], *args: Any) -> None:
+        for gradient in gradients:  # among them perhaps plain ones, of parameters of another optimizer
+            _apply(one, gradient, *args) if isinstance(gradient, ShardedGradient) else one(gradient, *args)
 
     return handler
 
@@ -130,22 +171,26 @@ def _norm(
 ) -> Tensor:
     if dim is not None or keepdim:
         raise RuntimeError(_refusal(str(func), gradient))
-    gradient._owner.complete()
     return gradient._owner.norm_of(gradient._index, float(ord), dtype or gradient.dtype)
 
 
-def _norms(func: Any, gradients: list[ShardedGradient], ord: float = 2, dtype: Any = None) -> list[Tensor]:
-    return [_norm(func, gradient, ord, dtype=dtype) for gradient in gradients]
+def _norms(func: Any, gradients: list[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
+    # (A plain one among them comes to torch's own function, a sharded one back here.)
+    return [torch.linalg.vector_norm(gradient, ord, dtype=dtype) for gradient in gradients]
 
 
-def _unscale(func: Any, gradients: list[ShardedGradient], found_inf: Tensor, inverse_scale: Tensor) -> None:
-    gradient = gradients[0]
-    gradient._owner.complete()
-    gradient._owner.unscale(gradient, found_inf, inverse_scale)
+def _unscale(func: Any, gradients: list[Tensor], found_inf: Tensor, inverse_scale: Tensor) -> None:
+    plain = [gradient for gradient in gradients if not isinstance(gradient, ShardedGradient)]
+    if plain:
+        func(plain, found_inf, inverse_scale)
+    owners = {id(one._owner): one for one in gradients if isinstance(one, ShardedGradient)}
+    for gradient in owners.values():  # in the order of the list, which is the same on every rank
+        gradient._owner.unscale(gradient, found_inf, inverse_scale)
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.add_.Tensor: _accumulate,
+    aten.copy_.default: _copy,
     aten.zero_.default: _apply,
     aten.mul_.Tensor: _apply,
     aten.div_.Tensor: _apply,

@@ -70,6 +70,9 @@ class GradientShards:
         self._dtype = dtype
         self.buckets: list[BucketShard] = []
         self._stand_ins: dict[int, ShardedGradient] = {}
+        self._deferred: set[int] | None = None  # while DDP has the parameters' gradients: what it will make room for
+        self._displaced: list[tuple[int, Tensor]] = []  # by what DDP has put there when it rebuilt its buckets
+        self._bound: list[int] = []  # parameters on which their own reduced gradient is, for the time of a step
 
     def extend(self, owner: Owner) -> None:
         """Take over the parameters that were added. ``owner`` answers for what stands for their gradients."""
@@ -93,15 +96,52 @@ class GradientShards:
         return next(index for index, other in self._stand_ins.items() if other is stand_in)
 
     def is_exposed(self, index: int) -> bool:
-        """Whether the parameter's gradient is the sharded one."""
+        """Whether the parameter's gradient is the sharded one, or will be when DDP is done."""
+        if self._deferred is not None and index in self._deferred:
+            return True
         return self._sharded.params[index].grad is self._stand_ins[index]
 
     def expose(self, index: int) -> None:
-        """Make the parameter's gradient the sharded one."""
-        self._sharded.params[index].grad = self._stand_ins[index]
+        """Make the parameter's gradient the sharded one: now, or when DDP is done with the gradients."""
+        if self._deferred is not None:
+            self._deferred.add(index)
+            return
+        param, stand_in = self._sharded.params[index], self._stand_ins[index]
+        if param.grad is not stand_in:
+            stand_in.incoming = None  # of an earlier one, which somebody took off the parameter
+            param.grad = stand_in
+
+    @property
+    def is_deferring(self) -> bool:
+        """Whether DDP has the parameters' gradients now."""
+        return self._deferred is not None
+
+    def defer(self) -> None:
+        """DDP has the parameters' gradients until ``expose_deferred``."""
+        if self._deferred is None:
+            self._deferred = set()
+
+    def expose_deferred(self) -> None:
+        """DDP is done with the gradients. One that it left None was used by no rank."""
+        deferred, self._deferred = self._deferred or set(), None
+        for index in deferred:
+            if self._sharded.params[index].grad is not None:
+                self.expose(index)
+
+    def displace(self, index: int, by: Tensor) -> None:
+        """DDP is about to put ``by`` on the parameter instead of the sharded gradient."""
+        self._displaced.append((index, by))
+
+    def restore_displaced(self) -> None:
+        """Put sharded gradients back where DDP has put something else."""
+        displaced, self._displaced = self._displaced, []
+        for index, by in displaced:
+            if self._sharded.params[index].grad is by:
+                self._sharded.params[index].grad = self._stand_ins[index]
 
     def hide(self) -> list[int]:
         """Take the sharded gradients off the parameters. Return whose were taken."""
+        self.restore_displaced()
         exposed = [index for index in self._stand_ins if self.is_exposed(index)]
         for index in exposed:
             self._sharded.params[index].grad = None
@@ -109,6 +149,7 @@ class GradientShards:
 
     def clear(self, keep: Iterable[int] = ()) -> None:
         """Forget all gradients; those of ``keep`` become zeros and stay on the parameters."""
+        self._deferred = None
         for state in self.buckets:
             state.holding = state.holding.intersection(keep)
             if state.shard is not None:
@@ -116,7 +157,12 @@ class GradientShards:
             for index in state.holding:
                 self.expose(index)
         for stand_in in self._stand_ins.values():
-            stand_in.incoming = None
+            stand_in.incoming, stand_in.was_copied = None, False
+
+    def take_incoming(self) -> list[tuple[int, Tensor]]:
+        """What autograd has added to the gradients since they were reduced, by parameter."""
+        added = [(index, stand_in) for index, stand_in in self._stand_ins.items() if stand_in.incoming is not None]
+        return [(index, incoming) for index, one in added if (incoming := one.take_incoming()) is not None]
 
     # --- the shards -----------------------------------------------------------------------------------------------
 
@@ -131,9 +177,18 @@ class GradientShards:
             tensor = tensors[piece.param]
             if piece.param in state.holding and self.is_exposed(piece.param):
                 low = piece.offset - state.start
+                if tensor is self._sharded.params[piece.param]:
+                    self._bound.append(piece.param)
                 tensor.grad = shard[low : low + piece.numel].view(tensor.shape)
             else:
                 tensor.grad = None
+
+    def release(self) -> None:
+        """Undo ``bind``. A parameter that is its own piece gets back what stands for its gradient."""
+        self._sharded.pieces.release_gradients()
+        bound, self._bound = self._bound, []
+        for index in bound:
+            self._sharded.params[index].grad = self._stand_ins[index]
 
     def local(self, index: int) -> Tensor | None:
         """This rank's piece of a parameter's reduced gradient, 1D; None if it has none."""

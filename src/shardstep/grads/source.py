@@ -54,6 +54,8 @@ class GradientSource(StepGradients):
 
     steps_in_backward = False  # whether the step has been made when backward is over
     may_step_in_backward = False  # whether that is known only after the first backward
+    reduces_in_ddp = False  # whether gradients are reduced in DDP's hook, which ranks without inputs run, too
+    may_be_replaced = False  # whether another source may take its place
     calls_roll = False  # whether ranks without inputs are called to take part in backward (see join.py)
 
     def extend(self) -> None:

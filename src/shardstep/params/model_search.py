@@ -1,10 +1,10 @@
 """Questions about the user's model that the optimizer was not given, answered by a search through Python's objects.
 
-The constructor takes parameters, as every optimizer does, and a parameter does not know its modules. Two mistakes can
-only be seen on the module: it is wrapped in DDP, which would reduce gradients that we reduce too (weights silently
-wrong), and its parameters were replaced (``load_state_dict(assign=True)``), so that what we gather is not what trains
-(bucket views, silently nothing learned). Both are asked rarely: when an optimizer is built, at the first backward, and
-at a step for which no parameter has a gradient. The search takes 0.1 to 0.2 s in a large program.
+The constructor takes parameters, as every optimizer does, and a parameter does not know its modules. Some mistakes can
+only be seen on the module: it is wrapped in DDP, or wrapped twice, so that gradients are reduced twice (weights
+silently wrong); its parameters were replaced (``load_state_dict(assign=True)``), so that what we gather is not what
+trains (bucket views, silently nothing learned). Asked rarely: when an optimizer is built or given to DDP, at the
+first backward, and at a step for which no parameter has a gradient. The search takes 0.1 to 0.2 s in a large program.
 """
 
 from __future__ import annotations
@@ -16,17 +16,25 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 
+def ddp_modules_of(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
+    """The DistributedDataParallel modules that have one of these parameters."""
+    ours = set(map(id, params))
+    return [
+        thing
+        for thing in gc.get_objects()
+        # (isinstance would wake lazy objects)
+        if issubclass(type(thing), DistributedDataParallel) and any(id(param) in ours for param in thing.parameters())
+    ]
+
+
 def check_not_in_ddp(params: Iterable[Tensor]) -> None:
     """ValueError if DistributedDataParallel reduces the gradients of these parameters already."""
-    ours = set(map(id, params))
-    for thing in gc.get_objects():
-        is_ddp = issubclass(type(thing), DistributedDataParallel)  # (isinstance would wake lazy objects)
-        if is_ddp and any(id(param) in ours for param in thing.parameters()):
-            raise ValueError(
-                "shard_gradients=True expects a model that is not wrapped, because the optimizer reduces the gradients "
-                "itself, but its parameters are in a DistributedDataParallel module. Drop the wrapper, or drop "
-                "shard_gradients."
-            )
+    if ddp_modules_of(params):
+        raise ValueError(
+            "shard_gradients=True expects a model that is not wrapped, because the optimizer reduces the gradients "
+            "itself, but its parameters are in a DistributedDataParallel module. Drop the wrapper, or use "
+            "shardstep.shard_ddp_gradients instead of shard_gradients."
+        )
 
 
 def is_in_a_module(param: Tensor) -> bool:

@@ -1,0 +1,218 @@
+"""Gradients sharded under DDP, at DDP's own volume: ``shard_ddp_gradients`` and ``reduce_scatter_hook``.
+
+DDP's buckets feed our reducer instead of an all-reduce (``grads/ddp_feed.py``): each rank gets the sum of its own
+share.
+"""
+# No ``from __future__ import annotations``: DDP compares the annotations of a hook with the types themselves.
+
+import gc
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from shardstep.comm import process_group
+from shardstep.comm.collectives import GradBucket
+from shardstep.grads.ddp_buckets import DdpBucketGradients, HookState, ParameterUsage
+from shardstep.grads.ddp_feed import DdpFeed
+from shardstep.grads.ddp_reduced import DdpReducedGradients
+from shardstep.grads.reduced_gradients import ReducedGradients
+from shardstep.optimizer import ZeroRedundancyOptimizer
+from shardstep.params.model_search import ddp_modules_of
+from shardstep.state.wrappers import unwrapped
+
+
+def shard_ddp_gradients(ddp: DistributedDataParallel, *optimizers: ZeroRedundancyOptimizer) -> None:
+    """Have the gradients of a DDP module reduced to their owners instead of to everybody (ZeRO-2 under DDP).
+
+    Collective: call on every rank, after the optimizers are built and before the first backward. DDP keeps its wrapper,
+    ``no_sync``, buffers, ``find_unused_parameters``, ``static_graph`` and Join (list the optimizers after it). After
+    backward ``param.grad`` is a ``ShardedGradient``. With the gather of a step, as much is sent as by DDP alone.
+
+    Args:
+        ddp: the wrapped model. It must not have a communication hook yet.
+        *optimizers: one or several over disjoint parameters of it. What none of them has is all-reduced as usual.
+
+    Examples:
+        ```python
+        ddp = DistributedDataParallel(model)
+        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.AdamW, lr=1e-3)
+        shardstep.shard_ddp_gradients(ddp, optimizer)
+        ```
+    """
+    call = "shard_ddp_gradients"
+    if not isinstance(ddp, DistributedDataParallel):
+        raise TypeError(
+            f"{call} expects a DistributedDataParallel module but got a {type(ddp).__name__}. Wrap the model first."
+        )
+    found = _optimizers_of(call, optimizers)
+    _check(call, found, ddp)
+    ddp.register_comm_hook(tuple(found), reduce_scatter_hook)
+    _connect(found, ddp)
+
+
+def reduce_scatter_hook(
+    state: ZeroRedundancyOptimizer | Sequence[ZeroRedundancyOptimizer], bucket: GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """A DDP hook that reduces gradients to their owners: ``ddp.register_comm_hook(optimizer, reduce_scatter_hook)``.
+
+    ``shard_ddp_gradients`` registers it, and tells wrong use at once; registered by hand it does so at the first
+    backward, before anything is sent. ``hook_with_zero_step`` and ``hook_with_zero_step_interleaved`` take it as the
+    hook that reduces, and give it their optimizer.
+
+    Args:
+        state: the optimizer, or several over disjoint parameters.
+        bucket: one of DDP's buckets.
+    """
+    call = "reduce_scatter_hook"
+    optimizers = _optimizers_of(call, state if isinstance(state, Sequence) else (state,))
+    feed = _feed_of(optimizers)
+    if feed is None:
+        feed = _connect(optimizers, _check(call, optimizers, None))
+    return feed.take(bucket)
+
+
+def connect_stepping_hook(
+    call: str, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, usage: ParameterUsage | None
+) -> DdpFeed:
+    """Collective. Feed an optimizer that steps inside backward. No part of the API: for ``ddp_hooks.py``."""
+    _check(call, [zero], ddp, steps=True)
+    return _connect([zero], ddp, usage, HookState.MADE)
+
+
+def _optimizers_of(call: str, given: Sequence[Any]) -> list[ZeroRedundancyOptimizer]:
+    found = [unwrapped(optimizer) for optimizer in given]
+    strange = [type(one).__qualname__ for one in found if not isinstance(one, ZeroRedundancyOptimizer)]
+    if strange or not found:
+        raise TypeError(
+            f"{call} expects one or several optimizers of class shardstep.ZeroRedundancyOptimizer but got "
+            f"{', '.join(strange) or 'none'}. Pass the optimizer of the model's parameters (to register_comm_hook: as "
+            "the state)."
+        )
+    return found
+
+
+def _feed_of(optimizers: Sequence[ZeroRedundancyOptimizer]) -> DdpFeed | None:
+    """The feed that these optimizers have together; None if they have none, or that of a DDP module that is gone."""
+    sources = [optimizer.engine.source for optimizer in optimizers]
+    feeds = {source.feed if isinstance(source, DdpReducedGradients) else None for source in sources}
+    feed = feeds.pop()
+    return feed if not feeds and isinstance(feed, DdpFeed) and not feed.is_orphaned else None
+
+
+def _connect(
+    optimizers: Sequence[ZeroRedundancyOptimizer],
+    ddp: DistributedDataParallel | None,
+    usage: ParameterUsage | None = None,
+    hook: HookState = HookState.NONE,
+) -> DdpFeed:
+    """Collective. From now on the gradients of these optimizers come from DDP's hook."""
+    members = []
+    for optimizer in optimizers:
+        engine, source = optimizer.engine, optimizer.engine.source
+        if not isinstance(source, DdpReducedGradients):  # (else the model was wrapped anew)
+            source = DdpReducedGradients(engine.sharded, engine.consensus, optimizer.attendance, usage, hook)
+            source.extend()
+            engine.take_gradients_from(source)
+        members.append((source, engine.sharded))
+    group = process_group.open_group(ddp.process_group) if ddp is not None else optimizers[0].engine.sharded.group
+    feed = DdpFeed(ddp, group, members)
+    for source, _ in members:
+        source.feed = feed
+    return feed
+
+
+# --- wrong use --------------------------------------------------------------------------------------------------------
+
+
+def _check(
+    call: str, optimizers: Sequence[ZeroRedundancyOptimizer], ddp: DistributedDataParallel | None, steps: bool = False
+) -> DistributedDataParallel | None:
+    """Collective. An error on every rank if gradients cannot be sharded so. The DDP module, which may not be given."""
+    consensus = optimizers[0].engine.consensus
+    with consensus.reporting(call):
+        for optimizer in optimizers:
+            _check_mode(call, optimizer, steps)
+        _check_disjoint(call, optimizers)
+        ddp = _check_wrapped_once(call, optimizers, ddp)
+        if ddp is not None:
+            for optimizer in optimizers:
+                _check_fits(call, optimizer, ddp)
+    settings = ("gradient_as_bucket_view", "find_unused_parameters", "static_graph")
+    facts = {name: str(getattr(ddp, name, None)) for name in settings}
+    consensus.check_equal(call, [("argument", {"optimizers": str(len(optimizers)), **facts})])
+    return ddp
+
+
+def _check_mode(call: str, optimizer: ZeroRedundancyOptimizer, steps: bool) -> None:
+    source = optimizer.engine.source
+    if isinstance(source, DdpReducedGradients):
+        if isinstance(source.feed, DdpFeed) and not source.feed.is_orphaned:
+            raise ValueError(
+                f"{call} expects an optimizer that is in no other call of it, but the gradients of this one are "
+                "sharded already. Call it once for a DDP module, with all its optimizers."
+            )
+    elif isinstance(source, ReducedGradients):
+        raise ValueError(
+            f"{call} expects an optimizer without shard_gradients=True, which is for models that are not wrapped in "
+            "DDP. Drop shard_gradients."
+        )
+    elif isinstance(source, DdpBucketGradients) and not steps:
+        raise ValueError(
+            f"{call} expects an optimizer without overlap_with_ddp=True, with which a stepping hook steps inside "
+            "backward. Drop overlap_with_ddp, or register hook_with_zero_step(reduce_scatter_hook, ddp, optimizer)."
+        )
+    elif not source.may_be_replaced:
+        raise ValueError(f"{call} expects an optimizer without another stepping hook. Make one hook for an optimizer.")
+
+
+def _check_disjoint(call: str, optimizers: Sequence[ZeroRedundancyOptimizer]) -> None:
+    seen: set[torch.Tensor] = set()
+    for optimizer in optimizers:
+        sharded = optimizer.engine.sharded
+        for param, index in sharded.index_of.items():
+            if param in seen:
+                raise ValueError(
+                    f"{call} expects optimizers over disjoint parameters, but {sharded.layout.spec_of[index].label} is "
+                    "in two of them. Give it to one."
+                )
+            seen.add(param)
+
+
+def _check_wrapped_once(
+    call: str, optimizers: Sequence[ZeroRedundancyOptimizer], ddp: DistributedDataParallel | None
+) -> DistributedDataParallel | None:
+    """The only DDP module that has the parameters; None if there is none to be found."""
+    params = [param for optimizer in optimizers for param in optimizer.engine.sharded.params.values()]
+    if len(ddp_modules_of(params)) > 1:
+        gc.collect()  # an earlier wrapper that nobody has any more
+    found = ddp_modules_of(params)
+    if any(module is not ddp for module in found[1:] + found[:1] * (ddp is not None)):
+        raise ValueError(
+            f"{call} expects a model that is wrapped in DistributedDataParallel once, but its parameters are in "
+            f"{len({*map(id, found), id(ddp)})} such modules. Wrap it once, and delete earlier wrappers."
+        )
+    return ddp if ddp is not None else next(iter(found), None)
+
+
+def _check_fits(call: str, optimizer: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> None:
+    sharded = optimizer.engine.sharded
+    if not process_group.same_ranks(process_group.open_group(ddp.process_group), sharded.group):
+        raise ValueError(
+            f"{call} expects an optimizer over the ranks that DDP reduces over, but its process_group has other ones. "
+            "Pass the same process_group to both."
+        )
+    reduced = {param for param in ddp.parameters() if param.requires_grad}
+    for index, param in sharded.params.items():
+        if param.requires_grad and param not in reduced:
+            raise ValueError(
+                f"{call} expects an optimizer over parameters of the DDP module, but "
+                f"{sharded.layout.spec_of[index].label} is none. Wrap a model that has it, or drop it."
+            )
+    if not sharded.lies_as_placed():
+        raise ValueError(
+            f"{call} expects parameters that lie in memory as they did when DDP was built, but "
+            "parameters_as_bucket_view made some contiguous. Drop it, or call model.to(memory_format="
+            "torch.contiguous_format) before DDP."
+        )
