@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from shardstep.grads.across_replicas import AcrossReplicas
 from shardstep.grads.reduce_scatter import ReduceScatter
 from shardstep.grads.shards import BucketShard
 
@@ -133,6 +134,7 @@ class InFlight:
     iteration: Iteration
     number: int  # of the iteration when it was sent
     superseded: bool = False  # thrown away, or sent again
+    across: AcrossReplicas | None = None  # on a mesh: once it was met, its way across the replicas
 
     @property
     def is_over(self) -> bool:

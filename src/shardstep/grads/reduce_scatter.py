@@ -40,8 +40,11 @@ class BucketReduceScatter:
         params: Mapping[int, Tensor],
         group: Group,
         dtype: torch.dtype | None,
+        reporting: Group | None = None,
     ) -> None:
+        """``reporting``: the ranks that report to each other about the bucket, if not those of ``group``."""
         self._group = group
+        self._reporting = reporting or group
         self._bucket = bucket
         like = params[bucket.params[0]]
         self.device = like.device
@@ -92,16 +95,20 @@ class BucketReduceScatter:
 
     def finish(self, scatter: ReduceScatter, divisor: int) -> Tensor:
         """The mean of everybody's part of my shard, as a new tensor. The data has been waited for."""
-        total = _sum(scatter.parts, self._sum_dtype)
+        total = self.total(scatter)
         if divisor != 1:
             total.div_(divisor)
         return total.to(self.dtype)
+
+    def total(self, scatter: ReduceScatter) -> Tensor:
+        """The sum of everybody's part of my shard, as a new tensor. Of half precision in float32."""
+        return _sum(scatter.parts, self._sum_dtype)
 
     def _empty(self, numel: int) -> Tensor:
         return torch.empty(numel, dtype=self.dtype, device=self.device)
 
     def _report(self, header: Tensor) -> Handle:
-        return collectives.share_headers(self._group, header)
+        return collectives.share_headers(self._reporting, header)
 
     def _start_native(self, gradients: Sequence[Tensor | None]) -> ReduceScatter:
         shard = self._bucket.equal_shard

@@ -13,6 +13,8 @@ conclusions:
 - a rank reported a later iteration than mine: mine was aborted, there or here. I throw it away.
 - else mine is current and another one is old: I send it again, one at a time, until it is met. The others do as I do:
   whoever has sent fewer buckets meets old ones of mine and sends again, until the same ones meet.
+
+On a mesh all of its ranks report to each other; what they have met is then summed across the replicas as well.
 """
 
 from __future__ import annotations
@@ -26,8 +28,9 @@ from torch.autograd.profiler import record_function
 
 from shardstep.comm import collectives
 from shardstep.comm.consensus import RankConsensus
-from shardstep.comm.process_group import Group
+from shardstep.comm.process_group import Group, open_side_group
 from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
+from shardstep.grads.across_replicas import AcrossReplicas
 from shardstep.grads.iteration import InFlight, Iteration, IterationState
 from shardstep.grads.reduce_scatter import BucketReduceScatter, ReduceScatter, slot_bytes
 from shardstep.grads.settings import ReduceSettings
@@ -52,9 +55,13 @@ class GradientReducer:
         consensus: RankConsensus,
         settings: ReduceSettings,
     ) -> None:
+        """Collective on a mesh: reports and sums across the replicas have process groups of their own."""
         self._sharded = sharded
         self._shards = shards
         self._group = group  # reductions have a process group of their own, see docs/design.md
+        replicate = sharded.ranks.replicate
+        self._replicate = open_side_group(replicate) if replicate is not None else None
+        self._reporting = open_side_group(sharded.ranks.everyone) if replicate is not None else group
         self._consensus = consensus
         self._settings = settings
         self._scatters: list[BucketReduceScatter] = []  # by bucket
@@ -70,7 +77,9 @@ class GradientReducer:
         """Take over the buckets that were added. Collective."""
         self._open_ring()
         self._scatters = [
-            BucketReduceScatter(shard.bucket, self._sharded.params, self._group, self._settings.reduce_dtype)
+            BucketReduceScatter(
+                shard.bucket, self._sharded.params, self._group, self._settings.reduce_dtype, self._reporting
+            )
             for shard in self._shards.buckets
         ]
         self._header_bytes = 2 + max((len(shard.bucket.params) for shard in self._shards.buckets), default=0)
@@ -100,8 +109,9 @@ class GradientReducer:
 
     def tensors(self) -> list[Tensor]:
         """The memory of what was not sent yet, and of what is under way."""
-        scatters = [sent.scatter for sent in (*self._in_flight, *self.iteration.resend)]
-        under_way = [tensor for scatter in scatters for tensor in (scatter.packed, *scatter.parts)]
+        all_sent = [*self._in_flight, *self.iteration.resend]
+        under_way = [tensor for sent in all_sent for tensor in (sent.scatter.packed, *sent.scatter.parts)]
+        under_way += [tensor for sent in all_sent if sent.across is not None for tensor in sent.across.tensors()]
         return [*self.iteration.arrived.values(), *under_way]
 
     # --- iterations -----------------------------------------------------------------------------------------------
@@ -209,13 +219,15 @@ class GradientReducer:
                 if patience is not None and not sent.scatter.headers.wait_for(patience):
                     return False
                 sent.scatter.headers.wait()
+                is_met = _is_met(sent)
+                if is_met and not self._receive(sent, patience):
+                    return False
                 self._in_flight.popleft()
                 if self._ring is not None:
                     self._ring.release()
-                if not _is_met(sent):
+                if not is_met:
                     self._draw_conclusions(sent)
                     return True
-                sent.scatter.data.wait()
             except ReduceFailed:
                 raise
             except RuntimeError as error:
@@ -224,12 +236,26 @@ class GradientReducer:
                 self._add(sent)
         return True
 
+    def _receive(self, sent: InFlight, patience: float | None) -> bool:
+        """Wait for the data of a bucket that was met. On a mesh also across the replicas: False, if not in time.
+
+        Also if it is of no use here any more: ranks of other replicas wait for this one's part.
+        """
+        if sent.across is None:
+            sent.scatter.data.wait()
+            if self._replicate is None:
+                return True
+            scatter = self._scatters[sent.shard.bucket.position]
+            sent.across = AcrossReplicas(self._replicate, scatter.total(sent.scatter), sent.divisor, scatter.dtype)
+        return sent.across.advance(patience)
+
     def _add(self, sent: InFlight) -> None:
         """Add what arrived to this rank's shard."""
         self.iteration.misses, self.iteration.behind = 0, []
         scatter = self._scatters[sent.shard.bucket.position]
         present = self._present(sent, scatter)
-        sent.shard.add(scatter.finish(sent.scatter, sent.divisor), present, sent.kept)
+        mean = sent.across.mean if sent.across is not None else scatter.finish(sent.scatter, sent.divisor)
+        sent.shard.add(mean, present, sent.kept)
         for index in present if sent.here is not None else ():  # used elsewhere, perhaps not here
             if index not in self.iteration.arrived and self._sharded.params[index].grad is None:
                 self._shards.expose(index)
@@ -275,7 +301,7 @@ class GradientReducer:
     def _present_on_accelerators(self, indices: Sequence[int], here: list[bool]) -> set[int]:
         """There the ranks report only if the user wishes, because it makes the host wait."""
         if self._settings.find_unused:
-            rows = collectives.all_gather_ints(self._group, [int(one) for one in here])
+            rows = collectives.all_gather_ints(self._reporting, [int(one) for one in here])
             return {index for index, *there in zip(indices, *rows, strict=True) if any(there)}
         for index, one in zip(indices, here, strict=True):
             if not one and self._sharded.params[index].requires_grad:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from shardstep.comm import collectives
 from shardstep.comm.codec import dtype_name
 from shardstep.comm.process_group import Group
+from shardstep.comm.rank_groups import RankGroups
 from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
 from shardstep.layout import partition
 from shardstep.layout.specs import Bucket, Layout
@@ -41,7 +42,7 @@ class ShardedParameters:
 
     def __init__(
         self,
-        group: Group,
+        ranks: RankGroups,
         builder: OptimizerBuilder,
         granularity: str,
         bucket_cap_mb: float,
@@ -50,7 +51,8 @@ class ShardedParameters:
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
         """``apart``: pieces are tensors of their own, see ``LocalPieces``."""
-        self.group = group
+        self.ranks = ranks
+        self.group = group = ranks.shard
         self.wire = group  # through which parameters are gathered
         self.builder = builder
         self._bucket_bytes = _bytes_of(bucket_cap_mb)
@@ -188,7 +190,8 @@ class ShardedParameters:
         """The first parameter whose activity changed, for messages on other ranks."""
         changes = zip(self.layout.specs, self.active, active, strict=True)
         spec, before, after = next(change for change in changes if change[1] != change[2])
-        return f"requires_grad of {spec.label} went from {before} to {after} on rank {self.rank}"
+        where = self.group.name_of(self.rank)
+        return f"requires_grad of {spec.label} went from {before} to {after} on {where}"
 
     def activity_facts(self, active: Sequence[bool]) -> list[tuple[str, dict[str, str]]]:
         """What the ranks have to agree on after a change of requires_grad."""
@@ -291,6 +294,7 @@ class ShardedParameters:
             "bucket_cap_mb": str(self._bucket_bytes / 2**20),
             "parameters_as_bucket_view": str(self._views is not None),
             "number of groups": str(len(param_groups)),
+            "mesh": self.ranks.describe(),
             **(further or {}),
         }
         return [("argument", settings), *group_forms.facts_of(param_groups, self.layout.specs)]
@@ -307,7 +311,7 @@ class ShardedParameters:
     def portable(self) -> ShardedParameters:
         """A twin without the process group and what hangs on it, for copy and pickle."""
         twin = copy.copy(self)
-        twin.group = twin.wire = None  # type: ignore[assignment]
+        twin.ranks = twin.group = twin.wire = None  # type: ignore[assignment]
         twin.plan = StepPlan([], [], [], False)
         twin.index_of = {}
         twin._memory = copy.copy(self._memory)
@@ -316,14 +320,15 @@ class ShardedParameters:
         twin._views = BucketViews() if self._views is not None else None  # made anew: copies share no memory
         return twin
 
-    def revive(self, group: Group) -> None:
+    def revive(self, ranks: RankGroups) -> None:
         """After copy or pickle: bind the copied pieces to the copied parameters."""
+        group = ranks.shard
         if group.world_size != self.layout.world_size:
             raise RuntimeError(
                 f"a pickled optimizer expects the {self.layout.world_size} ranks it was made on but got "
                 f"{group.world_size}. Use consolidate_state_dict and load_state_dict to change the number of ranks."
             )
-        self.group = self.wire = group
+        self.ranks, self.group, self.wire = ranks, group, group
         self.index_of = {param: index for index, param in self.params.items()}
         if self._views is not None:
             self._views.extend(self.layout, self.params)
