@@ -55,7 +55,7 @@ FORBIDDEN_OF_TORCH += ("recv_object_list", "_tensor_to_object", "_object_to_tens
 FOREIGN_PRIVATE = {
     "_asdict _replace _getframe _DummyThread",  # Python's: NamedTuples, the call stack, autograd's threads
     "_C _current_graph_task_id _engine_run_backward _execution_engine",  # which backward runs, being called at its end
-    "_make_wrapper_subclass _disable_dynamo _modules",
+    "_make_wrapper_subclass _make_subclass _disable_dynamo _modules",
     "_foreach_copy_ _foreach_div_ _foreach_mul_ _foreach_norm _foreach_zero_ _to_copy",  # kernels over lists
     "_amp_foreach_non_finite_check_and_unscale_",
     "_optimizer_step_pre_hooks _optimizer_step_post_hooks",

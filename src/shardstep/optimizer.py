@@ -63,8 +63,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
             "auto" asks the optimizer, by stepping tiny tensors, whether it may be cut.
         bucket_cap_mb: the size of a bucket, in MiB.
         shard_gradients: reduce the gradients during backward and keep this rank's share only (ZeRO-2). The model must
-            not be wrapped in DDP. ``param.grad`` is then a ``ShardedGradient``; see ``full_grad``, ``clip_grad_norm_``,
-            ``no_sync``.
+            not be wrapped in DDP. ``param.grad`` is then a ``ShardedGradient``; see ``full_grad``, ``no_sync``.
         broadcast_parameters: with ``shard_gradients``: start from rank 0's parameters.
         reduce_dtype: with ``shard_gradients``: in which dtype gradients travel, are summed and kept until the step.
         gradient_buckets_in_flight: with ``shard_gradients``: how many buckets may be under way at once.
@@ -136,14 +135,14 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
                 views=bool(parameters_as_bucket_view),
                 apart=mode.needs_own_tensors,
                 reduce_dtype=reduce_dtype,
+                plain_only=mode.needs_plain_tensors,
             )
             self.optim = sharded.build(self.param_groups, granularities, given)
             mode.check_params(sharded.params.values())
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups, sharded.builder.notes)
         consensus.check_equal("ZeroRedundancyOptimizer", sharded.facts(self.param_groups, mode.facts()))
-        attendance = JoinAttendance(self, ranks)
-        source = mode.source(sharded, consensus, attendance)
+        source = mode.source(sharded, consensus, attendance := JoinAttendance(self, ranks))
         source.adopt(list(sharded.params.values()))
         sharded.settle()
         source.extend()
@@ -244,7 +243,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         Collective with ``shard_gradients``: call on every rank of the group.
         """
         order = clipping.checked_order(norm_type)
-        return self.engine.source.clip(self._all_params, float(max_norm), order, error_if_nonfinite)
+        source, params = self.engine.source, list(self.engine.sharded.params.values())
+        return source.clip(params, float(max_norm), order, error_if_nonfinite)
 
     def full_grad(self, param: Tensor) -> Tensor | None:
         """The whole reduced gradient of one parameter, on every rank; None if it has none.
