@@ -56,7 +56,7 @@ FORBIDDEN_OF_TORCH += ("recv_object_list", "_tensor_to_object", "_object_to_tens
 FOREIGN_PRIVATE = {
     "_asdict _replace _getframe _DummyThread",  # Python's: NamedTuples, the call stack, autograd's threads
     "_C _current_graph_task_id _engine_run_backward _execution_engine",  # which backward runs, being called at its end
-    "_make_wrapper_subclass _disable_dynamo _modules",
+    "_make_wrapper_subclass _make_subclass _disable_dynamo _modules",
     "_foreach_copy_ _foreach_div_ _foreach_mul_ _foreach_norm _foreach_zero_ _to_copy",  # kernels over lists
     "_amp_foreach_non_finite_check_and_unscale_",
     "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
@@ -198,7 +198,7 @@ def test_the_layout_is_pure(module):
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_only_comm_touches_torch_distributed(path):
     name, allowed = name_of(path), ()
-    if name in ("comm.collectives", "comm.process_group", "comm.torch_versions"):
+    if name in ("comm.collectives", "comm.process_group", "comm.rank_groups", "comm.torch_versions"):
         allowed = ("torch.distributed",)
     elif name in ("optimizer", "join"):
         allowed = ("torch.distributed.algorithms.join",)  # the base class that the contract asks for

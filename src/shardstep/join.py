@@ -18,10 +18,11 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from shardstep.comm import collectives
 from shardstep.comm.codec import decode, dtype_name, dtype_of, encode
 from shardstep.comm.process_group import Group, ProcessGroup
+from shardstep.comm.rank_groups import RankGroups
 from shardstep.engine import Engine
 from shardstep.grads.attendance import Activity, Call, JoinEnded, Roll
 from shardstep.grads.source import GradientSource, StepGradients
-from shardstep.layout.specs import Layout
+from shardstep.layout.specs import Layout, Piece
 from shardstep.params.local_optimizer import options_of
 from shardstep.params.sharded_parameters import ShardedParameters
 
@@ -38,9 +39,9 @@ class Uneven(Protocol):
 class JoinAttendance:
     """Who takes part in the steps and reductions of one optimizer (see ``grads/attendance.py``)."""
 
-    def __init__(self, optimizer: Any, group: Group) -> None:
+    def __init__(self, optimizer: Any, ranks: RankGroups) -> None:
         self._optimizer = weakref.ref(optimizer)
-        self._group = group
+        self._group = ranks.everyone
         self.divides_by_initial_world_size = True
         self._left: Any = None  # torch's configuration of the context that all ranks have left together
 
@@ -200,8 +201,8 @@ class UnevenInputs(Joinable):
 
     @property
     def join_process_group(self) -> ProcessGroup:
-        """Among which ranks torch's Join counts: those that share the state."""
-        return self.engine.sharded.group.process_group
+        """Among which ranks torch's Join counts: those that share the state; of a mesh all."""
+        return self.engine.sharded.ranks.everyone.process_group
 
 
 class LentGradients(StepGradients):
@@ -238,7 +239,7 @@ class LentGradients(StepGradients):
         everyone = self._everyone or self._attendance.meet(Call(Activity.STEP))
         # Every rank has the reduced gradients of its pieces itself, if we reduce them.
         params = {} if self._source.calls_roll else self._sharded.params
-        borrowed = _lend(self._sharded.group, everyone, self._sharded.layout, params, param_groups)
+        borrowed = _lend(self._sharded.ranks, everyone, self._sharded.layout, params, param_groups)
         self._borrowed = borrowed if params else None
 
     def bind(self, positions: Iterable[int]) -> None:
@@ -267,7 +268,7 @@ def _pairs(everyone: Sequence[Call]) -> Iterator[tuple[int, int]]:
 
 
 def _lend(
-    group: Group,
+    ranks: RankGroups,
     everyone: Sequence[Call],
     layout: Layout,
     params: Mapping[int, Tensor],
@@ -277,19 +278,23 @@ def _lend(
 
     Borrowed options are written into ``param_groups``.
     """
-    borrowed = None
+    borrowed, group = None, ranks.everyone
     for lender, borrower in _pairs(everyone):
+        pieces = list(layout.pieces(ranks.shard_ranks[borrower])) if params else []  # of the borrower
         if group.rank == lender:
-            _give(group, borrower, layout, params, param_groups)
+            _give(group, borrower, pieces, params, param_groups)
         elif group.rank == borrower:
-            borrowed = _take(group, lender, layout, params, param_groups)
+            borrowed = _take(group, lender, pieces, params, param_groups)
     return borrowed
 
 
 def _give(
-    group: Group, borrower: int, layout: Layout, params: Mapping[int, Tensor], param_groups: Sequence[dict[str, Any]]
+    group: Group,
+    borrower: int,
+    pieces: Sequence[Piece],
+    params: Mapping[int, Tensor],
+    param_groups: Sequence[dict[str, Any]],
 ) -> None:
-    pieces = layout.pieces(borrower) if params else []
     has_gradient = [params[piece.param].grad is not None for piece in pieces]
     tensors: list[Tensor] = []
 
@@ -309,14 +314,17 @@ def _give(
 
 
 def _take(
-    group: Group, lender: int, layout: Layout, params: Mapping[int, Tensor], param_groups: Sequence[dict[str, Any]]
+    group: Group,
+    lender: int,
+    pieces: Sequence[Piece],
+    params: Mapping[int, Tensor],
+    param_groups: Sequence[dict[str, Any]],
 ) -> dict[int, Tensor]:
     message = collectives.move_json(group, None, lender, group.rank)
     values = [torch.tensor(value, dtype=dtype_of(dtype)) for dtype, value in message["values"]]
     for own, options in zip(param_groups, message["options"], strict=True):
         _adopt(own, decode(options, values))
     borrowed = {}
-    pieces = layout.pieces(group.rank) if params else []
     for piece, present in zip(pieces, message["has_gradient"], strict=True):
         if present:
             param = params[piece.param]

@@ -14,8 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from shardstep.comm import collectives
-from shardstep.comm.consensus import RankConsensus, opening
-from shardstep.comm.process_group import ProcessGroup, debug_is_on, find_group, group_name, open_group
+from shardstep.comm.consensus import RankConsensus
+from shardstep.comm.process_group import ProcessGroup, debug_is_on
+from shardstep.comm.rank_groups import DeviceMesh, PortableGroups, opening
 from shardstep.engine import Engine
 from shardstep.grads import clipping
 from shardstep.grads.ddp_buckets import evaluated_once
@@ -55,30 +56,28 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         params: everything that torch.optim takes: tensors, (name, tensor) pairs, dicts of groups. A group may carry
             ``"shard"`` to choose for itself.
         optimizer_class: the class of the local optimizer.
-        process_group: the ranks to shard over (default: all).
+        process_group: the ranks to shard over (default: all). Or a mesh: of one dimension, or (replicate, shard).
         parameters_as_bucket_view: make the parameters views of one buffer per bucket, so that nothing is packed.
         overlap_with_ddp: step inside DDP's backward: see ``hook_with_zero_step``.
         shard: "element" cuts parameters anywhere and gives every rank exactly its share; "tensor" keeps them whole;
             "auto" asks the optimizer, by stepping tiny tensors, whether it may be cut.
         bucket_cap_mb: the size of a bucket, in MiB. None: a 32nd of the parameters, but 1 to 8 (on accelerators 25).
         shard_gradients: reduce the gradients during backward and keep this rank's share only (ZeRO-2). The model must
-            not be wrapped in DDP. ``param.grad`` is then a ``ShardedGradient``; see ``full_grad``, ``clip_grad_norm_``,
-            ``no_sync``.
+            not be wrapped in DDP. ``param.grad`` is then a ``ShardedGradient``; see ``full_grad``, ``no_sync``.
         broadcast_parameters: with ``shard_gradients``: start from rank 0's parameters.
         reduce_dtype: with ``shard_gradients``: in which dtype gradients travel, are summed and kept until the step.
         gradient_buckets_in_flight: with ``shard_gradients``: how many buckets may be under way at once.
         overlap_backward: with ``shard_gradients``: False reduces at the end of backward instead of during it.
-        lazy_gather: end a step while the last parameters still travel; the next forward waits for each when it needs
-            it, and so does everybody else who touches one.
-        find_unused_parameters: with ``shard_gradients`` on accelerators: parameters may be unused in a backward. (On
-            the CPU they always may.)
+        lazy_gather: end a step while the last parameters still travel; whoever touches one (a forward) waits for it.
+        find_unused_parameters: with ``shard_gradients`` on accelerators: parameters may be unused. (On the CPU always.)
         **defaults: given to ``optimizer_class``.
 
     Attributes:
         param_groups: the groups as in torch.optim, with the user's parameters: for schedulers.
         defaults: the defaults of the local optimizer.
         optim: the local optimizer, an ``optimizer_class`` over this rank's pieces.
-        process_group: the ranks that share the state.
+        process_group: the ranks that share the state; of a mesh, those along its shard dimension.
+        mesh: the mesh that was passed as ``process_group``; None: it was none.
         rank: this rank's number in the group.
         world_size: how many ranks the group has.
 
@@ -92,6 +91,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
     """
 
     process_group: ProcessGroup
+    mesh: DeviceMesh | None
     global_rank: int
     parameters_as_bucket_view: bool
     initialized: bool  # always, as far as a user can see: torch's class has it
@@ -101,7 +101,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         self,
         params: ParamsT,
         optimizer_class: Callable[..., Optimizer],
-        process_group: ProcessGroup | None = None,
+        process_group: ProcessGroup | DeviceMesh | None = None,
         parameters_as_bucket_view: bool = False,
         overlap_with_ddp: bool = False,
         *,
@@ -116,7 +116,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         lazy_gather: bool = False,
         **defaults: Any,
     ) -> None:
-        with opening("ZeroRedundancyOptimizer", process_group) as open_consensus:
+        with opening("ZeroRedundancyOptimizer", process_group) as open_groups:
             reduce = ReduceSettings(reduce_dtype, gradient_buckets_in_flight, overlap_backward, find_unused_parameters)
             mode = GradientMode(shard_gradients, overlap_with_ddp, lazy_gather, broadcast_parameters, reduce)
             mode.check()
@@ -126,23 +126,23 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
             given = [dict(group) for group in new_groups]
             Optimizer.__init__(self, new_groups, dict(defaults))
             Joinable.__init__(self)
-            consensus = open_consensus()
+            ranks, consensus = open_groups()
             sharded = ShardedParameters(
-                consensus.group,
+                ranks,
                 OptimizerBuilder(optimizer_class, defaults),
                 shard,
                 bucket_cap_mb,
                 views=bool(parameters_as_bucket_view),
                 apart=mode.needs_own_tensors,
                 reduce_dtype=reduce_dtype,
+                plain_only=mode.needs_plain_tensors,
             )
             self.optim = sharded.build(self.param_groups, granularities, given)
             mode.check_params(sharded.params.values())
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups, sharded.builder.notes)
         consensus.check_equal("ZeroRedundancyOptimizer", sharded.facts(self.param_groups, mode.facts()))
-        attendance = JoinAttendance(self, consensus.group)
-        source = mode.source(sharded, consensus, attendance)
+        source = mode.source(sharded, consensus, attendance := JoinAttendance(self, ranks))
         source.adopt(list(sharded.params.values()))
         sharded.settle()
         source.extend()
@@ -154,11 +154,10 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
     def _assemble(self, engine: Engine, attendance: JoinAttendance, views: bool) -> None:
         """Put the parts together, when an optimizer is built or copied."""
         group = engine.sharded.group
-        self.process_group = group.process_group
+        self.process_group, self.mesh = group.process_group, engine.sharded.ranks.mesh
         self.world_size, self.rank, self.global_rank = group.world_size, group.rank, group.global_rank
         self.parameters_as_bucket_view, self.initialized = views, True
-        self.engine = engine
-        self._attendance = attendance
+        self.engine, self._attendance = engine, attendance
         self._set_up_state()
 
     # --- step -----------------------------------------------------------------------------------------------------
@@ -244,7 +243,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         Collective with ``shard_gradients``: call on every rank of the group.
         """
         order = clipping.checked_order(norm_type)
-        return self.engine.source.clip(self._all_params, float(max_norm), order, error_if_nonfinite)
+        source, params = self.engine.source, list(self.engine.sharded.params.values())
+        return source.clip(params, float(max_norm), order, error_if_nonfinite)
 
     def full_grad(self, param: Tensor) -> Tensor | None:
         """The whole reduced gradient of one parameter, on every rank; None if it has none.
@@ -264,7 +264,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
                 "inputs. Call it before or after."
             )
         try:
-            collectives.copy_from_rank_0(self.engine.sharded.group, list(model.buffers()))
+            collectives.copy_from_rank_0(self.engine.sharded.ranks.everyone, list(model.buffers()))
         except RuntimeError as error:
             raise RuntimeError(self.engine.consensus.explain_absence("broadcast_buffers", error)) from error
 
@@ -312,20 +312,20 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
             "_sharded": self.engine.sharded.portable(),
             "_views": self.parameters_as_bucket_view,
             "_portable_status": self._status.portable(),
-            "_group_name": group_name(self.process_group),
+            "_groups": self.engine.sharded.ranks.portable(),
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         Joinable.__init__(self)
         state = dict(state)
-        group = open_group(find_group(state.pop("_group_name")))
+        groups: PortableGroups = state.pop("_groups")
         sharded: ShardedParameters = state.pop("_sharded")
         views, status = state.pop("_views"), state.pop("_portable_status")
         super().__setstate__(state)
-        sharded.revive(group)
-        consensus = RankConsensus(group, kind="copy")
+        sharded.revive(groups.revive())
+        consensus = RankConsensus(sharded.ranks.everyone, kind="copy")
         engine = Engine(sharded, self.optim, consensus, ParameterGradients(sharded, consensus))
-        self._assemble(engine, JoinAttendance(self, group), views)
+        self._assemble(engine, JoinAttendance(self, sharded.ranks), views)
         self._status.restore(status)
 
     # --- tools ----------------------------------------------------------------------------------------------------
@@ -337,7 +337,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         """
         sharded = self.engine.sharded
         self.engine.consensus.check_equal("check_replicas", [])
-        replicas.check(sharded.group, sharded.layout, sharded.params)
+        replicas.check(sharded.ranks.everyone, sharded.layout, sharded.params)
 
     @property
     def layout(self) -> Layout:

@@ -437,15 +437,15 @@ def test_what_one_rank_refuses_raises_on_all_ranks():
 
 def _dtensor(rank, world_size):
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import distribute_tensor
+    from torch.distributed.tensor import Shard, distribute_tensor
 
     mesh = init_device_mesh("cpu", (world_size,))
-    param = Parameter(distribute_tensor(torch.ones(6, 2), mesh))
-    with pytest.raises(ValueError, match=r"DTensor.*to_local\(\)"):
+    param = Parameter(distribute_tensor(torch.ones(6, 2), mesh, [Shard(1)]))
+    with pytest.raises(ValueError, match=r"DTensor.*Shard\(dim=1\).*to_local\(\)"):
         ZeroRedundancyOptimizer([param], torch.optim.Adam)
 
 
-def test_a_dtensor_is_refused_with_the_remedy():
+def test_a_sharded_dtensor_is_refused_with_its_placement_and_the_remedy():
     run_ranks(_dtensor, 2)
 
 

@@ -15,6 +15,7 @@ from torch.optim import SGD, AdamW
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.comm import topology
 from shardstep.comm.process_group import open_group
+from shardstep.layout.shares import share
 from tests.harness import run_ranks
 from tests.surroundings import choose
 from tests.twins import Twins, parameters
@@ -39,7 +40,7 @@ def test_hosts_are_ordered_by_their_lowest_rank_and_ranks_within_them():
 def test_shares_lie_side_by_side_and_are_nearly_equal():
     for length in range(20):
         for count in range(1, 6):
-            shares = [topology.share(length, count, position) for position in range(count)]
+            shares = [share(length, count, position) for position in range(count)]
             assert (shares[0][0], shares[-1][1]) == (0, length)
             assert all(one[1] == other[0] for one, other in pairwise(shares))
             assert max(high - low for low, high in shares) - min(high - low for low, high in shares) <= 1

@@ -147,7 +147,7 @@ def _reduce_with_many_in_flight(rank, world_size, transport):
                 optimizer.step()
             assert all(map(torch.equal, ours, theirs)), (in_flight, step)
         assert len(sharded.layout.buckets) == 10
-        ring = sharded.engine.source._reducer._ring
+        ring = sharded.engine.source._reducer._transports._ring
         assert (ring is not None) == (transport == "shared memory")
         assert ring is None or ring.in_flight == min(in_flight, 10)  # and not as much memory as for a thousand
 

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from shardstep.comm import process_group
 from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import Group
+from shardstep.comm.rank_groups import RankGroups, one_dimension
 from shardstep.layout.specs import Layout
 from shardstep.params import groups
 from shardstep.params.builder import blank_state
@@ -48,7 +49,12 @@ class OptimizerAdapter(Protocol):
     def held(self) -> HeldParameters: ...
 
     @property
-    def group(self) -> Group: ...
+    def ranks(self) -> RankGroups:
+        """Who shares the state, and who holds the same."""
+
+    @property
+    def group(self) -> Group:
+        """All ranks that save and load together."""
 
     @property
     def consensus(self) -> RankConsensus: ...
@@ -91,7 +97,8 @@ class ShardedAdapter:
         self.optimizer = optimizer
         self.local = optimizer.optim
         self.held = optimizer.engine.sharded
-        self.group = optimizer.engine.sharded.group
+        self.ranks = optimizer.engine.sharded.ranks
+        self.group = self.ranks.everyone
         self.consensus = optimizer.engine.consensus
         self.kept = optimizer.saves
 
@@ -114,7 +121,8 @@ class PlainAdapter:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = self.local = optimizer
         self.held = WholeParameters(optimizer)
-        self.group = process_group.alone()
+        self.ranks = one_dimension(process_group.alone())
+        self.group = self.ranks.everyone
         self.consensus = RankConsensus(self.group)
 
     @property
@@ -146,10 +154,10 @@ class WholeParameters:
         self._optimizer = optimizer
         found = groups.specs_of(param_groups, ["tensor"] * len(param_groups), [])
         self.layout = Layout(1, tuple(spec for spec, _ in found.values()))
-        self.params: dict[int, Tensor] = {index: param for index, (_, param) in found.items()}
-        index_of = {param: index for index, param in self.params.items()}
+        self.given: dict[int, Tensor] = {index: param for index, (_, param) in found.items()}
+        index_of = {param: index for index, param in self.given.items()}
         self.indices = [[index_of[param] for param in group["params"]] for group in param_groups]
-        self.pieces = whole_pieces(self.params)
+        self.pieces = whole_pieces(self.given)
         self.builder = self
 
     def group_owners(self) -> list[list[int]]:
@@ -167,7 +175,7 @@ class WholeParameters:
         return twin
 
     def blank_state(self, index: int, param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        return blank_state(self.fresh_optimizer, self.layout.spec_of[index], self.params[index], param_groups)
+        return blank_state(self.fresh_optimizer, self.layout.spec_of[index], self.given[index], param_groups)
 
     def find_state_class(self, index: int, name: str) -> type | None:
         known = {name_of(kind): kind for kind in classes_in(list(self._optimizer.state.values()))}

@@ -14,6 +14,9 @@ from shardstep.checkpoint.keys import EXTRA, GROUPS, MODEL, OPTIM, STATE
 from shardstep.checkpoint.leaves import copied_to_host, is_tensor_tree, leaved, with_leaves
 from shardstep.comm.codec import plain_option
 from shardstep.comm.process_group import Group
+from shardstep.layout.shares import Share
+from shardstep.layout.specs import Piece
+from shardstep.params.dtensors import plain_tensor
 from shardstep.params.memory_order import order_of
 from shardstep.state import named
 from shardstep.state.names import clean, names_of, unwrapped
@@ -42,7 +45,7 @@ def contribution_of(adapted: OptimizerAdapter, model: Module | None, extra: Mapp
         form[MODEL] = with_leaves(_model_part(model, adapted.group))
     if extra is not None and adapted.group.rank == 0:
         form[EXTRA] = {key: leaved(value) for key, value in extra.items()}
-    shapes = {names[adapted.held.params[spec.index]]: spec.shape for spec in adapted.held.layout.specs}
+    shapes = {names[adapted.held.given[spec.index]]: spec.shape for spec in adapted.held.layout.specs}
     return Contribution(form, shapes, dict(_orders_in(optim[STATE], OPTIM, STATE)))
 
 
@@ -51,10 +54,11 @@ def _optimizer_part(adapted: OptimizerAdapter, names: Mapping[Tensor, str]) -> d
     _keep_what_this_rank_writes(form[STATE], adapted)
     # A group is written by a rank that has a piece of it: into an empty one some optimizers write nothing.
     writers = [owners[0] if owners else 0 for owners in adapted.held.group_owners()]
+    ranks = adapted.ranks
     groups = {
         position: with_leaves(_plain_options(group))
         for position, (group, writer) in enumerate(zip(form[GROUPS], writers, strict=True))
-        if writer == adapted.group.rank
+        if writer == ranks.shard.rank and ranks.replica == 0
     }
     return {STATE: {name: leaved(entry) for name, entry in form[STATE].items()}, GROUPS: groups}
 
@@ -65,17 +69,40 @@ def _plain_options(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _keep_what_this_rank_writes(state: dict[str, Any], adapted: OptimizerAdapter) -> None:
-    """Of a value that every owner of a piece has, the owner of the first writes it; of what all have, rank 0."""
-    names = iter(list(state))
-    for index in adapted.held.params:
-        name, piece = next(names), adapted.held.pieces.pieces.get(index)
-        if piece is not None and piece.start > 0:
-            state[name] = {key: value for key, value in state[name].items() if is_tensor_tree(value)}
+    """Of a value that every owner of a piece has, the owner of the first writes it; of what all have, rank 0.
+
+    Of a shard that several replicas hold, each writes an equal share.
+    """
+    names, pieces, ranks = iter(list(state)), adapted.held.pieces.pieces, adapted.ranks
+    share = Share(sum(piece.numel for piece in pieces.values()), ranks.replica, ranks.replicas)
+    start = 0  # of the piece, among the elements of the shard
+    for index in adapted.held.given:
+        name, piece = next(names), pieces.get(index)
+        if piece is not None:
+            state[name] = dict(_written(state[name], piece, share, start))
+            start += piece.numel
         if not state[name]:
             del state[name]
     for name in names:
         if adapted.group.rank != 0:
             del state[name]
+
+
+def _written(entry: Mapping[str, Any], piece: Piece, share: Share, start: int) -> Iterator[tuple[str, Any]]:
+    """What this rank writes of the state of its piece, which begins at ``start`` of the shard."""
+    mine = share.within(start, start + piece.numel)
+    for key, value in entry.items():
+        if share.count > 1 and _can_be_divided(value, piece):
+            if mine.start < mine.stop:
+                low, high = piece.start + mine.start, piece.start + mine.stop
+                yield key, shard_of_range(tuple(value.shape), low, high, value.local.reshape(-1)[mine])
+        elif share.has_start(start) and (piece.start == 0 or is_tensor_tree(value)):
+            yield key, value
+
+
+def _can_be_divided(value: Any, piece: Piece) -> bool:
+    """Whether it is a tensor with as many elements as the piece, which lie in its memory one after the other."""
+    return isinstance(value, StateShard) and value.local.numel() == piece.numel > 1 and value.local.is_contiguous()
 
 
 def _orders_in(value: Any, *path: str) -> Iterator[tuple[str, list[int]]]:
@@ -95,19 +122,18 @@ def _model_part(model: Module, group: Group) -> dict[str, Any]:
     (Parameters are the same on every rank. Buffers may differ: rank 0's count, as in DistributedDataParallel.)
     """
     entries = {clean(key): value for key, value in unwrapped(model).state_dict(keep_vars=True).items()}
-    params = {key: value for key, value in entries.items() if isinstance(value, Parameter)}
-    total = sum(param.numel() for param in params.values())
-    low, high = total * group.rank // group.world_size, total * (group.rank + 1) // group.world_size
+    params = {key: plain_tensor(value).detach() for key, value in entries.items() if isinstance(value, Parameter)}
+    share = Share(sum(param.numel() for param in params.values()), group.rank, group.world_size)
     part: dict[str, Any] = {}
     start = 0
     for key, param in params.items():
         stop = start + param.numel()
-        mine = slice(max(low, start) - start, min(high, stop) - start)
+        mine = share.within(start, stop)
         if not param.is_contiguous() or param.numel() == 0:
-            if low <= start < high or (group.rank == 0 and start >= total):
-                part[key] = shard_of_whole(param.detach())
+            if share.has_start(start):
+                part[key] = shard_of_whole(param)
         elif mine.start < mine.stop:
-            local = param.detach().view(-1)[mine]
+            local = param.view(-1)[mine]
             part[key] = shard_of_range(tuple(param.shape), mine.start, mine.stop, local)
         start = stop
     if group.rank == 0:

@@ -16,6 +16,7 @@ from shardstep.checkpoint.keys import MODEL, OPTIM, STATE
 from shardstep.checkpoint.open_checkpoint import Checkpoint
 from shardstep.checkpoint.storage.reader import put
 from shardstep.layout.specs import ParamSpec, Piece
+from shardstep.params.dtensors import plain_tensor
 from shardstep.params.memory_order import empty_in_order
 from shardstep.state import named
 from shardstep.state.held import HeldParameters
@@ -40,7 +41,7 @@ class StateTargets:
             names: what the checkpoint calls the parameters.
         """
         state: dict[str, Any] = {}
-        for index, param in self._held.params.items():
+        for index, param in self._held.given.items():
             name = names[param]
             if self._has_shape(name, self._held.layout.spec_of[index]) and name in self._saved:
                 state[name] = self._of_parameter(index, name)
@@ -131,7 +132,7 @@ def settle(differences: Differences, directory: Path, strict: bool, stacklevel: 
 def model_targets(checkpoint: Checkpoint, model: Module, differences: Differences) -> dict[str, Any]:
     """Tensors like the model's, on the host: the model is changed only when everything has been read."""
     saved = checkpoint.model_entries()
-    mine = {clean(key): value for key, value in unwrapped(model).state_dict().items()}
+    mine = {clean(key): plain_tensor(value) for key, value in unwrapped(model).state_dict().items()}
     targets: dict[str, Any] = {}
     for name, value in mine.items():
         if name not in saved:

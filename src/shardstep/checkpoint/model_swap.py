@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from shardstep.params.dtensors import plain_tensor
 from shardstep.state.names import clean, unwrapped
 
 
@@ -26,7 +27,7 @@ class ModelSwap:
         keys = {clean(key): key for key in now}
         pairs = [(keys[name], value) for name, value in read.items()]
         self._chosen = {key: now[key] for key, _ in pairs}
-        self._tensors = [(now[key], value) for key, value in pairs if isinstance(value, Tensor)]
+        self._tensors = [(plain_tensor(now[key]), value) for key, value in pairs if isinstance(value, Tensor)]
         self._others = {key: value for key, value in pairs if not isinstance(value, Tensor)}
         self._before = {key: copy.deepcopy(now[key]) for key in self._others}
 

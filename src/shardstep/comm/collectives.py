@@ -251,3 +251,23 @@ def move_json(group: Group, data: Any, source: int, target: int | None) -> Any:
     )
     move(group, content, source, target)
     return data if sends else json.loads(ctypes.string_at(content.data_ptr(), content.numel()))
+
+
+def swap_rows(group: Group, rows: Tensor) -> Handle:
+    """Start to send row r to every rank r and to receive theirs: ``handle.memory``. Can be waited for again."""
+    received = torch.empty_like(rows)
+    work = dist.all_to_all_single(received, rows, group=group.process_group, async_op=True)
+    return Handle((work,) if work is not None else (), received)
+
+
+def gather_rows(group: Group, row: Tensor) -> Handle:
+    """Start to gather everybody's ``row`` (1D): ``handle.memory``, by rank. Can be waited for again."""
+    rows = row.new_empty((group.world_size, row.numel()))
+    work = torch_versions.all_gather(rows.view(-1), row, group=group.process_group, async_op=True)
+    return Handle((work,) if work is not None else (), rows)
+
+
+def sum_natively(group: Group, tensor: Tensor) -> Handle:
+    """Start to replace a tensor by its sum over the ranks, in the order that the backend chooses."""
+    work = dist.all_reduce(tensor, group=group.process_group, async_op=True)
+    return Handle((work,) if work is not None else (), tensor)

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from shardstep.comm.process_group import Group, is_member, open_group
+from shardstep.comm.process_group import Group, rank_numbers
 
 # Seconds within which ranks that are in the same collective see it fail.
 _SAME_TIME = 2.0
@@ -33,7 +33,11 @@ class Difference(NamedTuple):
     values: dict[str, list[int]]  # value -> ranks
 
     def __str__(self) -> str:
-        values = " but ".join(f"{value} on {_ranks(ranks)}" for value, ranks in self.values.items())
+        return self.text(rank_numbers)
+
+    def text(self, names_of: Callable[[Sequence[int]], str]) -> str:
+        """The difference in words. ``names_of``: what ranks are called."""
+        values = " but ".join(f"{value} on {names_of(ranks)}" for value, ranks in self.values.items())
         return f"{self.subject}: {self.field} is {values}"
 
 
@@ -88,8 +92,9 @@ class RankConsensus:
             raise RuntimeError(self._absence_text(call, verdict["absent"]))
         self._forget(self._number - 1)
         if verdict["digests"]:
+            difference = self._first_difference(facts, digest, verdict).text(self.group.names_of)
             raise RuntimeError(
-                f"{call} expects the same on every rank, but {self._first_difference(facts, digest, verdict)}. "
+                f"{call} expects the same on every rank, but {difference}. "
                 "Make the ranks alike and call it again on all of them."
             )
 
@@ -143,14 +148,15 @@ class RankConsensus:
         for rank in range(self.group.world_size):
             stuck = f"shardstep/{self._instance}/stuck/{rank}"
             if rank != self.group.rank and store.check([stuck]) and (place := store.get(stuck).decode()) != but:
-                found.append(f"rank {rank} was in {place}")
+                found.append(f"{self.group.name_of(rank)} was in {place}")
             key = f"{self._prefix(self._number + 1)}/entered/{rank}"
             if rank != self.group.rank and store.check([key]):
                 entry = json.loads(store.get(key))
                 what = f"waits in {entry['call']}"
                 if "error" in entry:
                     what = f"failed in {entry['call']}: {entry['error']}"
-                found.append(f"rank {rank} {what}" + (f" ({entry['note']})" if entry.get("note") else ""))
+                note = f" ({entry['note']})" if entry.get("note") else ""
+                found.append(f"{self.group.name_of(rank)} {what}{note}")
         return "; ".join(found)
 
     def explain_absence(self, call: str, error: BaseException) -> str:
@@ -166,15 +172,15 @@ class RankConsensus:
         if not absent:
             return f"{call} failed, on every rank: {error}"
         return (
-            f"{call} expects a call on every rank of the group, but {_ranks(absent)} did not take part"
+            f"{call} expects a call on every rank of the group, but {self.group.names_of(absent)} did not take part"
             + (f" ({meanwhile})" if meanwhile else "")
             + f", so it failed: {error}. Call it on all {self.group.world_size} ranks, in the same order."
         )
 
-    def _absent_from(self, call: str) -> list[int]:
-        """The ranks that do not fail in ``call`` as well, at nearly the same time."""
+    def _absent_from(self, call: str, among: Sequence[int] | None = None) -> list[int]:
+        """The ranks, all or ``among`` these, that do not fail in ``call`` as well, at nearly the same time."""
         store, rank = self.group.store, self.group.rank
-        others = [other for other in range(self.group.world_size) if other != rank]
+        others = [other for other in (range(self.group.world_size) if among is None else among) if other != rank]
         keys = {other: f"shardstep/{self._instance}/stuck/{other}" for other in others}
         store.set(f"shardstep/{self._instance}/stuck/{rank}", call)
         deadline = time.monotonic() + _SAME_TIME
@@ -183,19 +189,20 @@ class RankConsensus:
         there = {other: store.get(key).decode() for other, key in keys.items() if store.check([key])}
         return [other for other in others if there.get(other) != call]
 
-    def meanwhile(self, call: str = "") -> str:
+    def meanwhile(self, call: str = "", among: Sequence[int] | None = None) -> str:
         """Where the other ranks are, to follow the message of a collective that failed; empty if nothing is known.
 
-        With ``call``: if nobody has said anything, who was not in it. Everybody who was fails as well.
+        With ``call``: if nobody has said anything, who was not in it. Everybody who was fails as well. ``among``: the
+        ranks that it is a collective of, if not all.
         """
         try:
             where = self.explain(but=call)
             if where:
                 return f" Meanwhile {where}."
-            absent = self._absent_from(call) if call else []
+            absent = self._absent_from(call, among) if call else []
         except RuntimeError:  # the store is gone with its host: the first error is all there is to tell
             return ""
-        return f" It expects all ranks, but {_ranks(absent)} did not come to it." if absent else ""
+        return f" It expects all ranks, but {self.group.names_of(absent)} did not come to it." if absent else ""
 
     @contextmanager
     def reporting(self, call: str) -> Iterator[None]:
@@ -221,19 +228,19 @@ class RankConsensus:
 
     def _failure_text(self, call: str, rank: int, their_call: str, error: str) -> str:
         if their_call == call:
-            return f"{call} failed on rank {rank}, so it is undone on every rank: {error}"
+            return f"{call} failed on {self.group.name_of(rank)}, so it is undone on every rank: {error}"
         why = f" ({self._reason})" if self._reason else ""
         return (
-            f"{call}{why} expects a call on every rank of the group, but rank {rank} did not call it: it was in "
-            f"{their_call}, which failed there: {error}"
+            f"{call}{why} expects a call on every rank of the group, but {self.group.name_of(rank)} did not call it: "
+            f"it was in {their_call}, which failed there: {error}"
         )
 
     def _absence_text(self, call: str, absent: Sequence[int]) -> str:
         why = f" ({self._reason})" if self._reason else ""
         return (
-            f"{call}{why} expects a call on every rank of the group, but {_ranks(absent)} did not call it within "
-            f"{self.group.timeout.total_seconds():g} s. Call it on all {self.group.world_size} ranks, in the same "
-            "order."
+            f"{call}{why} expects a call on every rank of the group, but {self.group.names_of(absent)} did not call it "
+            f"within {self.group.timeout.total_seconds():g} s. Call it on all {self.group.world_size} ranks, in the "
+            "same order."
         )
 
     def _prefix(self, number: int) -> str:
@@ -305,27 +312,6 @@ class RankConsensus:
         return first_difference(opinions)
 
 
-@contextmanager
-def opening(call: str, process_group: Any) -> Iterator[Callable[[], RankConsensus]]:
-    """For a constructor that checks its arguments before it needs the group: opens the consensus when asked to.
-
-    If this rank fails before, the ranks that wait for it hear of it all the same.
-    """
-    opened: list[RankConsensus] = []
-
-    def consensus() -> RankConsensus:
-        if not opened:
-            opened.append(RankConsensus(open_group(process_group)))
-        return opened[0]
-
-    try:
-        yield consensus
-    except Exception as error:
-        if opened or is_member(process_group):
-            consensus().report_failure(call, error)
-        raise
-
-
 def first_difference(opinions: Sequence[tuple[list[int], Facts]]) -> Difference:
     """The first subject and field in which the opinions, each held by some ranks, are not all the same."""
     longest = max(len(facts) for _, facts in opinions)
@@ -349,7 +335,3 @@ def _group_by_value(pairs) -> dict[str, list[int]]:
     for ranks, value in pairs:
         grouped.setdefault(value, []).extend(ranks)
     return {value: sorted(ranks) for value, ranks in sorted(grouped.items(), key=lambda item: min(item[1]))}
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

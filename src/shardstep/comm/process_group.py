@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import NamedTuple, TypeAlias
@@ -28,6 +29,15 @@ class Group:
     global_rank: int
     backends: Mapping[str, str]  # device type -> name of the backend that serves its tensors
     own_store: dist.Store | None = None  # a connection of its own to the store, for another thread
+    names: tuple[str, ...] = ()  # of its ranks, for messages; empty: their numbers say enough
+
+    def name_of(self, rank: int) -> str:
+        """What a rank is called in messages."""
+        return self.names[rank] if self.names else f"rank {rank}"
+
+    def names_of(self, ranks: Sequence[int]) -> str:
+        """What some ranks are called in messages."""
+        return ", ".join(map(self.name_of, ranks)) if self.names else rank_numbers(ranks)
 
     @property
     def store(self) -> dist.Store:
@@ -48,6 +58,11 @@ class Group:
         accelerator = torch.accelerator.current_accelerator()
         assert accelerator is not None, "a group that serves no CPU tensors serves an accelerator"
         return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def rank_numbers(ranks: Sequence[int]) -> str:
+    """What ranks are called where their numbers say enough."""
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
 
 
 def open_group(process_group: dist.ProcessGroup | None) -> Group:
@@ -106,23 +121,50 @@ def open_side_group(group: Group, backend: str | None = None) -> Group:
     """
     if group.world_size == 1:
         return group
-    world = dist.distributed_c10d._world
-    ranks = dist.get_process_group_ranks(group.process_group)
     number = group.store.add(f"shardstep/side/{group.rank}", 1)
     name = f"{group.process_group.group_name}/shardstep-{number}"
-    side, _ = dist.distributed_c10d._new_process_group_helper(
+    backends = {"cpu": backend} if backend else group.backends
+    return replace(group, process_group=_new_process_group(group, ranks_of(group), name, backend), backends=backends)
+
+
+def open_group_over(ranks: Sequence[int], like: Group) -> Group:
+    """A new process group of these global ranks, in their order. All ranks: the default group.
+
+    Collective: call on each of these ranks, and on no other. ``like``: a group with its backends, of any of them.
+    """
+    if sorted(ranks) == list(range(dist.get_world_size())):
+        return open_group(None)
+    everybody = open_group(None)
+    digest = hashlib.sha256(repr(list(ranks)).encode()).hexdigest()[:16]
+    store = dist.PrefixStore(f"shardstep/over/{digest}", everybody.store)
+    rank = list(ranks).index(everybody.rank)
+    # How often these ranks did this before: each of them counts alike, whatever groups else it is in.
+    name = f"shardstep-over-{digest}-{store.add(f'opened/{rank}', 1)}"
+    facts = replace(like, rank=rank, world_size=len(ranks), own_store=store)
+    return replace(facts, process_group=_new_process_group(facts, ranks, name), own_store=None)
+
+
+def _new_process_group(group: Group, ranks: Sequence[int], name: str, backend: str | None = None) -> dist.ProcessGroup:
+    """A process group of these global ranks, with the rank, the store and the timeout of ``group``."""
+    made, _ = dist.distributed_c10d._new_process_group_helper(
         group.world_size,
         group.rank,
-        ranks,
+        list(ranks),
         dist.Backend(backend or dist.get_backend_config(group.process_group)),
         group.store,
         name,  # type: ignore[arg-type]
         timeout=group.timeout,
         group_desc="shardstep",
     )
-    assert isinstance(side, dist.ProcessGroup), "this rank is a member"
-    world.pg_group_ranks[side] = {global_rank: rank for rank, global_rank in enumerate(ranks)}
-    return replace(group, process_group=side, backends={"cpu": backend} if backend else group.backends)
+    assert isinstance(made, dist.ProcessGroup), "this rank is a member"
+    numbers = {global_rank: rank for rank, global_rank in enumerate(ranks)}
+    dist.distributed_c10d._world.pg_group_ranks[made] = numbers
+    return made
+
+
+def ranks_of(group: Group) -> list[int]:
+    """The global ranks of the members, in the order of their ranks in the group."""
+    return dist.get_process_group_ranks(group.process_group)
 
 
 def for_another_thread(group: Group) -> Group:
@@ -132,13 +174,12 @@ def for_another_thread(group: Group) -> Group:
 
 def same_ranks(one: Group, other: Group) -> bool:
     """Whether two groups have the same members."""
-    members = dist.get_process_group_ranks
-    return members(one.process_group) == members(other.process_group)
+    return ranks_of(one) == ranks_of(other)
 
 
 def is_everybody(group: Group) -> bool:
     """Whether the group is all ranks, in their order."""
-    return dist.get_process_group_ranks(group.process_group) == list(range(dist.get_world_size()))
+    return ranks_of(group) == list(range(dist.get_world_size()))
 
 
 def is_member(process_group: dist.ProcessGroup | None) -> bool:

@@ -60,11 +60,6 @@ def topology_of(rank: int, host_numbers: Sequence[int]) -> Topology:
     return Topology(rank, tuple(map(tuple, hosts.values())))
 
 
-def share(length: int, count: int, position: int) -> tuple[int, int]:
-    """The range of ``length`` elements that is the share of one of ``count``. Nearly equal, side by side."""
-    return length * position // count, length * (position + 1) // count
-
-
 def _host_number() -> int:
     facts = [_boot(), _shared_folder()]
     return int.from_bytes(hashlib.sha256(repr(facts).encode()).digest()[:7], "little")

@@ -37,11 +37,11 @@ class AverageCheck:
             self._consensus.leave_word("norm", repr(self._norm))
             return
         consensus, self._consensus = self._consensus, None
-        word = consensus.word_of(0, "norm")
+        word, group = consensus.word_of(0, "norm"), consensus.group
         if word is not None and not _alike(self._norm, float(word)):
             warnings.warn(
                 f"step expects gradients that are averaged over the ranks, but in the first step their norm was {word} "
-                f"on rank 0 and {self._norm!r} on rank {consensus.group.rank}. Wrap the model in "
+                f"on {group.name_of(0)} and {self._norm!r} on {group.name_of(group.rank)}. Wrap the model in "
                 "DistributedDataParallel, or pass shard_gradients=True.",
                 stacklevel=5,
             )

@@ -13,7 +13,7 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from shardstep.comm.topology import share
+from shardstep.layout.shares import share
 from shardstep.layout.specs import Bucket
 
 

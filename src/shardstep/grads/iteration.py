@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from shardstep.grads.across_replicas import AcrossReplicas
 from shardstep.grads.bucket_part import BucketPart
 from shardstep.grads.reduce_scatter import ReduceScatter
 
@@ -157,6 +158,7 @@ class InFlight:
     tag: int  # of its messages
     is_exchanged: bool = False  # whether all that can be started was
     superseded: bool = False  # thrown away, or sent again
+    across: AcrossReplicas | None = None  # on a mesh: once it was met, its way across the replicas
 
     @property
     def part(self) -> BucketPart:

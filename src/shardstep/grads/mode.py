@@ -33,6 +33,12 @@ class GradientMode:
         """Whether pieces need tensors of their own because ``param.grad`` is not theirs."""
         return self.shard_gradients or self.overlap_with_ddp
 
+    @property
+    def needs_plain_tensors(self) -> str:
+        """The argument because of which parameters may be no DTensors; empty: they may."""
+        wishes = {name: getattr(self, name) for name in ("shard_gradients", "overlap_with_ddp", "lazy_gather")}
+        return next((name for name, wished in wishes.items() if wished), "")
+
     def check(self) -> None:
         """ValueError if the arguments do not go together."""
         if self.shard_gradients and self.overlap_with_ddp:

@@ -25,9 +25,10 @@ from torch import Tensor
 from shardstep.comm import collectives
 from shardstep.comm.collectives import Handle
 from shardstep.comm.process_group import Group
-from shardstep.comm.topology import Topology, share
+from shardstep.comm.topology import Topology
 from shardstep.grads.bucket_part import BucketPart
 from shardstep.grads.summation import Summation, sum_dtype
+from shardstep.layout.shares import share
 
 
 class ReduceScatter(NamedTuple):
@@ -46,8 +47,10 @@ class Transport(ABC):
 
     reports = True  # whether headers go along
 
-    def __init__(self, group: Group, summation: Summation) -> None:
+    def __init__(self, group: Group, reporting: Group, summation: Summation) -> None:
+        """``reporting``: the ranks that report to each other about a part: those of the group, on a mesh all."""
         self._group = group
+        self._reporting = reporting
         self._summation = summation
 
     @abstractmethod
@@ -64,7 +67,7 @@ class Transport(ABC):
         return scatter
 
     def finish(self, scatter: ReduceScatter, divisor: int, out: Tensor) -> None:
-        """Put the mean of my share into ``out``. The data has been waited for."""
+        """Put the mean of my share into ``out``, of the dtype of the part or of its sums. The data has arrived."""
         self._summation.mean(scatter.received, divisor, out)
 
     def mine(self, part: BucketPart) -> tuple[int, int]:
@@ -72,7 +75,7 @@ class Transport(ABC):
         return part.ranges[self._group.rank]
 
     def _report(self, header: Tensor) -> Handle:
-        return collectives.share_headers(self._group, header)
+        return collectives.share_headers(self._reporting, header)
 
 
 class BetweenPairs(Transport):
@@ -97,8 +100,15 @@ class BetweenPairs(Transport):
 class ThroughSharedMemory(Transport):
     """Slots in the memory of each host; between hosts messages."""
 
-    def __init__(self, group: Group, summation: Summation, topology: Topology, take_slot: Callable[[], Tensor]) -> None:
-        super().__init__(group, summation)
+    def __init__(
+        self,
+        group: Group,
+        reporting: Group,
+        summation: Summation,
+        topology: Topology,
+        take_slot: Callable[[], Tensor],
+    ) -> None:
+        super().__init__(group, reporting, summation)
         self._topology = topology
         self._take_slot = take_slot
 
@@ -156,8 +166,8 @@ class Native(Transport):
 
     reports = False
 
-    def __init__(self, group: Group, summation: Summation, device: torch.device) -> None:
-        super().__init__(group, summation)
+    def __init__(self, group: Group, reporting: Group, summation: Summation, device: torch.device) -> None:
+        super().__init__(group, reporting, summation)
         self._device = device
 
     def start(

@@ -47,12 +47,14 @@ class ReducedGradients(GradientSource):
     ) -> None:
         """Collective: reductions have a process group of their own, so that they block no other collectives."""
         self._sharded = sharded
-        self._group = sharded.group
+        self._group, self._everyone = sharded.group, sharded.ranks.everyone
         self._consensus = consensus
         self._attendance = attendance
         self._broadcasts = broadcasts  # parameters start as rank 0 has them
         self._settings = settings
-        self._ranks = CheckedGather(sharded.group, consensus)
+        # What is read is read within the shard group, where all of it is. So there the ranks compare who has asked.
+        inside = consensus if sharded.ranks.replicate is None else RankConsensus(sharded.group, "inside")
+        self._ranks = CheckedGather(sharded.group, inside)
         self._shards = GradientShards(sharded, settings.reduce_dtype)
         self._reducer = GradientReducer(sharded, self._shards, open_side_group(sharded.group), consensus, settings)
         self._norms = NormExchange(self._ranks)
@@ -82,7 +84,7 @@ class ReducedGradients(GradientSource):
     def extend(self) -> None:
         if self._shards.buckets:
             # What an aborted iteration has left under way belongs to the old buckets.
-            sent = collectives.all_gather_ints(self._group, [self._reducer.sent])
+            sent = collectives.all_gather_ints(self._everyone, [self._reducer.sent])
             self._scheduler.catch_up(max(row[0] for row in sent))
         self._wide = wide_dtype(self._sharded.params.values())
         self._shards.extend(weakref.proxy(self))
@@ -90,7 +92,7 @@ class ReducedGradients(GradientSource):
 
     def adopt(self, params: Sequence[Tensor]) -> None:
         if self._broadcasts:
-            collectives.copy_from_rank_0(self._group, params)
+            collectives.copy_from_rank_0(self._everyone, params)
 
     # --- for the user ---------------------------------------------------------------------------------------------
 
@@ -232,5 +234,5 @@ class ReducedGradients(GradientSource):
     def leave_join(self) -> None:
         # After different numbers of iterations: all count on from the same one.
         iteration = self._reducer.iteration
-        numbers = collectives.all_gather_ints(self._group, [iteration.number])
+        numbers = collectives.all_gather_ints(self._everyone, [iteration.number])
         iteration.number = max(row[0] for row in numbers)

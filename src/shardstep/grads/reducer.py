@@ -13,6 +13,8 @@ conclusions:
 - a rank reported a later iteration than mine: mine was aborted, there or here. I throw it away.
 - else mine is current and another one is old: I send it again, one at a time, until it is met. The others do as I do:
   whoever has sent fewer buckets meets old ones of mine and sends again, until the same ones meet.
+
+On a mesh all of its ranks report to each other; what they have met is then summed across the replicas as well.
 """
 
 from __future__ import annotations
@@ -20,7 +22,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -28,14 +29,15 @@ from torch.autograd.profiler import record_function
 
 from shardstep.comm import collectives
 from shardstep.comm.consensus import RankConsensus
-from shardstep.comm.process_group import Group
-from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
-from shardstep.grads.bucket_part import BucketPart, parts_of
+from shardstep.comm.process_group import Group, open_side_group
+from shardstep.grads.across_replicas import AcrossReplicas
+from shardstep.grads.bucket_part import BucketPart
 from shardstep.grads.iteration import InFlight, Iteration, IterationState, Leaving
-from shardstep.grads.reduce_scatter import BetweenPairs, Native, ReduceScatter, ThroughSharedMemory, Transport
+from shardstep.grads.reduce_scatter import ReduceScatter, Transport
 from shardstep.grads.settings import ReduceSettings
 from shardstep.grads.shards import GradientShards
-from shardstep.grads.summation import Summation
+from shardstep.grads.summation import sum_dtype
+from shardstep.grads.transports import ReduceTransports
 from shardstep.params.sharded_parameters import ShardedParameters
 
 _NUMBERS = 251  # iterations and buckets are reported by a byte
@@ -56,17 +58,17 @@ class GradientReducer:
         consensus: RankConsensus,
         settings: ReduceSettings,
     ) -> None:
+        """Collective on a mesh: reports and sums across the replicas have process groups of their own."""
         self._sharded = sharded
         self._shards = shards
         self._group = group  # reductions have a process group of their own, see docs/design.md
+        replicate = sharded.ranks.replicate
+        self._replicate = open_side_group(replicate) if replicate is not None else None
+        self._reporting = open_side_group(sharded.ranks.everyone) if replicate is not None else group
         self._consensus = consensus
         self._settings = settings
-        self._summation = Summation(sharded.topology)  # known when the first buckets are there
-        self.parts: list[list[BucketPart]] = []  # by bucket: in which it travels
-        self._numbers: dict[BucketPart, int] = {}  # of all parts
-        self._transports: list[Transport] = []  # by bucket
-        self._header_bytes = 0  # of all buckets alike
-        self._ring: SharedMemoryRing | None = None
+        self._transports = ReduceTransports(sharded, group, self._reporting, settings.in_flight)
+        self._header_bytes = 0  # of all parts alike
         self._in_flight: deque[InFlight] = deque()
         self._unmet: list[ReduceScatter] = []  # thrown away, and never met over sockets: their memory must stay
         self._failure = ""
@@ -75,43 +77,13 @@ class GradientReducer:
 
     def extend(self) -> None:
         """Take over the buckets that were added. Collective."""
-        self._summation = Summation(self._sharded.topology)
-        world_size = self._group.world_size
-        self.parts = [
-            parts_of(shard.bucket, world_size, self._part_bytes(shard.device), shard.dtype)
-            for shard in self._shards.buckets
-        ]
-        self._numbers = {part: number for number, part in enumerate(chain.from_iterable(self.parts))}
-        self._open_ring()
-        self._transports = [self._transport(shard.device) for shard in self._shards.buckets]
+        self._transports.extend(self._shards.buckets)
         self._header_bytes = 2 + max((len(shard.bucket.params) for shard in self._shards.buckets), default=0)
 
-    def _part_bytes(self, device: torch.device) -> float:
-        """In parts of which size a bucket travels. A native reduce-scatter takes it as a whole."""
-        pairwise = collectives.sends_pairwise(self._group, device)
-        return self._sharded.part_bytes if pairwise and self._group.world_size > 1 else float("inf")
-
-    def _open_ring(self) -> None:
-        params = self._sharded.params.values()
-        if self._group.world_size == 1 or not all(collectives.sends_pairwise(self._group, p.device) for p in params):
-            return
-        if not self._numbers:
-            return
-        # A slot has room for a part of every rank of the host, each on a boundary of 64 bytes.
-        largest = max(-(-part.nbytes // 64) * 64 for part in self._numbers)
-        size = largest * len(self._sharded.topology.host)
-        # More slots than parts would stay unused. A smaller ring is no mistake: ``make_room`` asks it.
-        count = min(self._settings.in_flight, len(self._numbers))
-        if self._ring is None or self._ring.slot_bytes < size or self._ring.in_flight < count:
-            self._ring = open_ring(self._group, self._sharded.topology, count, size)
-
-    def _transport(self, device: torch.device) -> Transport:
-        """How gradients on ``device`` are reduced."""
-        if not collectives.sends_pairwise(self._group, device):
-            return Native(self._group, self._summation, device)
-        if self._ring is None:
-            return BetweenPairs(self._group, self._summation)
-        return ThroughSharedMemory(self._group, self._summation, self._sharded.topology, self._ring.take)
+    @property
+    def parts(self) -> list[list[BucketPart]]:
+        """By bucket: the parts in which it travels."""
+        return self._transports.parts
 
     @property
     def is_busy(self) -> bool:
@@ -126,12 +98,13 @@ class GradientReducer:
     @property
     def reports(self) -> bool:
         """Whether ranks report with every bucket what it is."""
-        return all(transport.reports for transport in self._transports)
+        return self._transports.reports
 
     def tensors(self) -> list[Tensor]:
         """The memory of what was not sent yet, and of what is under way."""
-        scatters = [sent.scatter for sent in (*self._in_flight, *self.iteration.resend)]
-        under_way = [tensor for scatter in scatters for tensor in (scatter.packed, *scatter.received)]
+        all_sent = [*self._in_flight, *self.iteration.resend]
+        under_way = [tensor for sent in all_sent for tensor in (sent.scatter.packed, *sent.scatter.received)]
+        under_way += [tensor for sent in all_sent if sent.across is not None for tensor in sent.across.tensors()]
         return [*self.iteration.arrived.values(), *under_way]
 
     # --- iterations -----------------------------------------------------------------------------------------------
@@ -168,8 +141,8 @@ class GradientReducer:
 
     @property
     def _is_full(self) -> bool:
-        ring_is_full = self._ring is not None and self._ring.is_full
-        return bool(self.iteration.resend) or len(self._in_flight) >= self._settings.in_flight or ring_is_full
+        is_full = len(self._in_flight) >= self._settings.in_flight or self._transports.is_full
+        return bool(self.iteration.resend) or is_full
 
     def _has_under_way(self, part: BucketPart) -> bool:
         """Whether the same bucket, of an earlier round, has to come first: this one may be added to it."""
@@ -194,7 +167,7 @@ class GradientReducer:
         self.sent += 1
         tag = self._tag(part)
         with record_function("shardstep::reduce"), self._failing():
-            scatter = self._transport_of(part).start(part, source, self._header(part, kept, here), tag)
+            scatter = self._transports.of(part).start(part, source, self._header(part, kept, here), tag)
             self._in_flight.append(InFlight(scatter, kept, here, divisor, self.iteration, self.iteration.number, tag))
             self._exchange_what_met()
 
@@ -207,16 +180,13 @@ class GradientReducer:
     def _exchange(self, sent: InFlight) -> None:
         sent.scatter.headers.wait()
         if not sent.is_exchanged and _is_met(sent):
-            sent.scatter = self._transport_of(sent.part).exchange(sent.scatter, sent.tag)
+            sent.scatter = self._transports.of(sent.part).exchange(sent.scatter, sent.tag)
             sent.is_exchanged = True
-
-    def _transport_of(self, part: BucketPart) -> Transport:
-        return self._transports[part.bucket.position]
 
     def _header(self, part: BucketPart, kept: set[int], here: list[bool] | None) -> Tensor:
         """What is reported with a part: iteration, which part, a byte per parameter."""
         header = torch.ones(self._header_bytes, dtype=torch.uint8)
-        header[0], header[1] = self.iteration.number % _NUMBERS, self._numbers[part] % _NUMBERS
+        header[0], header[1] = self.iteration.number % _NUMBERS, self._transports.number_of[part] % _NUMBERS
         if here is not None:  # a rank that holds an earlier gradient says so, too: one that has joined may not know
             flags = [one or index in kept for one, index in zip(here, part.bucket.params, strict=True)]
             header[2 : 2 + len(flags)] = torch.tensor(flags)
@@ -224,8 +194,8 @@ class GradientReducer:
 
     def _tag(self, part: BucketPart) -> int:
         """Over sockets only the same parts of the same iteration meet."""
-        bits = len(self._numbers).bit_length()
-        return 1 + self.iteration.number % 2 ** (29 - bits) * 2**bits + self._numbers[part]
+        bits = len(self._transports.number_of).bit_length()
+        return 1 + self.iteration.number % 2 ** (29 - bits) * 2**bits + self._transports.number_of[part]
 
     # --- bringing in ----------------------------------------------------------------------------------------------
 
@@ -253,33 +223,58 @@ class GradientReducer:
                 return False
             self._exchange(sent)
             self._exchange_what_met()
+            if sent.is_exchanged and not self._receive(sent, patience):
+                return False
             self._in_flight.popleft()
-            if self._ring is not None:
-                self._ring.release()
+            self._transports.release()
             if not sent.is_exchanged:
                 self._draw_conclusions(sent)
                 return True
-            sent.scatter.data.wait()
             if not sent.is_over:
                 self._add(sent)
         return True
 
+    def _receive(self, sent: InFlight, patience: float | None) -> bool:
+        """Wait for the data of a bucket that was met. On a mesh also across the replicas: False, if not in time.
+
+        Also if it is of no use here any more: ranks of other replicas wait for this one's part.
+        """
+        if sent.across is None:
+            sent.scatter.data.wait()
+            if self._replicate is None:
+                return True
+            transport = self._transports.of(sent.part)
+            low, high = transport.mine(sent.part)
+            device = self._shards.buckets[sent.part.bucket.position].device
+            total = torch.empty(high - low, dtype=sum_dtype(sent.part.dtype), device=device)
+            transport.finish(sent.scatter, 1, total)
+            sent.across = AcrossReplicas(self._replicate, total, sent.divisor, sent.part.dtype)
+        return sent.across.advance(patience)
+
     def _add(self, sent: InFlight) -> None:
         """Add what arrived to this rank's shard."""
         self.iteration.misses, self.iteration.behind = 0, []
-        transport, part = self._transport_of(sent.part), sent.part
-        shard, (low, high) = self._shards.buckets[part.bucket.position], transport.mine(part)
+        part, shard = sent.part, self._shards.buckets[sent.part.bucket.position]
+        transport = self._transports.of(part)
+        low, high = transport.mine(part)
         if sent.kept and shard.shard is not None:
-            total = torch.empty_like(shard.room(low, high))
-            transport.finish(sent.scatter, sent.divisor, total)
-            shard.add(low, high, total, sent.kept)
+            mean = torch.empty_like(shard.room(low, high))
+            self._finish(sent, transport, mean)
+            shard.add(low, high, mean, sent.kept)
         else:
-            transport.finish(sent.scatter, sent.divisor, shard.room(low, high))
+            self._finish(sent, transport, shard.room(low, high))
         present = self._present(sent, transport)
         shard.holding = sent.kept | present
         for index in present if sent.here is not None else ():  # used elsewhere, perhaps not here
             if index not in self.iteration.arrived and self._sharded.params[index].grad is None:
                 self._shards.expose(index)
+
+    def _finish(self, sent: InFlight, transport: Transport, out: Tensor) -> None:
+        """Put the mean of what arrived into ``out``."""
+        if sent.across is not None:
+            out.copy_(sent.across.mean)
+        else:
+            transport.finish(sent.scatter, sent.divisor, out)
 
     def _draw_conclusions(self, sent: InFlight) -> None:
         """The ranks were not in the same bucket. See the note above."""
@@ -322,7 +317,7 @@ class GradientReducer:
     def _present_on_accelerators(self, indices: Sequence[int], here: list[bool]) -> set[int]:
         """There the ranks report only if the user wishes, because it makes the host wait."""
         if self._settings.find_unused:
-            rows = collectives.all_gather_ints(self._group, [int(one) for one in here])
+            rows = collectives.all_gather_ints(self._reporting, [int(one) for one in here])
             return {index for index, *there in zip(indices, *rows, strict=True) if any(there)}
         for index, one in zip(indices, here, strict=True):
             if not one and self._sharded.params[index].requires_grad:

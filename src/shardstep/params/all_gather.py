@@ -12,7 +12,7 @@ from shardstep.comm import collectives
 from shardstep.comm.collectives import Handle
 from shardstep.comm.process_group import Group
 from shardstep.comm.shared_memory import SharedMemoryRing
-from shardstep.comm.topology import share
+from shardstep.layout.shares import share
 from shardstep.layout.specs import Bucket, Piece
 from shardstep.params.pieces import flat
 from shardstep.params.staging import Staging

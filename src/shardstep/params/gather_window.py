@@ -82,7 +82,7 @@ class GatherWindow:
                 self._in_flight.clear()
 
     def _failed(self, error: RuntimeError) -> GatherFailed:
-        where = self._consensus.meanwhile("the gather of a step")
+        where = self._consensus.meanwhile("the gather of a step", among=self._sharded.ranks.siblings)
         remedy = " Call it on every rank, in the same order." if where else ""
         failure = GatherFailed(f"step: the parameters could not be gathered: {str(error).rstrip('.')}.{where}{remedy}")
         self._progress.break_off(str(failure))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardstep.comm.codec import dtype_name
 from shardstep.layout.specs import ParamSpec
+from shardstep.params.dtensors import check_replicated
 from shardstep.params.option_facts import option_texts
 
 Granularity = Literal["auto", "element", "tensor"]
@@ -79,11 +80,7 @@ def _check_dense(tensor: Tensor) -> None:
             "ZeroRedundancyOptimizer only supports using the same dense type for all parameters: expects strided "
             f"tensors but got a tensor with layout {tensor.layout}. Use a dense parameter."
         )
-    if hasattr(tensor, "device_mesh"):
-        raise ValueError(
-            "ZeroRedundancyOptimizer expects plain tensors but got a DTensor. Pass its local tensor "
-            "(param.to_local()) and the process group of the data-parallel mesh dimension."
-        )
+    check_replicated(tensor, "ZeroRedundancyOptimizer")
 
 
 def named(items: Iterable[Any]) -> list[tuple[str | None, Any]]:

@@ -37,6 +37,16 @@ def check_not_in_ddp(params: Iterable[Tensor]) -> None:
         )
 
 
+def check_in_a_module(param: Tensor) -> None:
+    """RuntimeError if the model was given another parameter in place of ``param``."""
+    if not is_in_a_module(param):
+        raise RuntimeError(
+            "step expects gradients on the parameters that the optimizer was built with, but none has one and their "
+            "module now holds other parameters (load_state_dict(assign=True) replaces them). Build the optimizer again "
+            "after replacing parameters, or load with assign=False."
+        )
+
+
 def is_in_a_module(param: Tensor) -> bool:
     """Whether some module has ``param`` as its parameter."""
     for holder in gc.get_referrers(param):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardstep.layout.specs import Layout, Piece
+from shardstep.params.dtensors import LocalParameter
 
 
 class Separate(NamedTuple):
@@ -24,7 +25,7 @@ class LocalPieces:
 
     A piece that covers its parameter *is* the parameter. A piece of a cut parameter is a tensor of its own over the
     same memory, with a slice of the gradient. With ``apart`` every piece is a tensor of its own: for steps that take
-    their gradients from elsewhere than the parameters'.
+    their gradients from elsewhere than the parameters'. So is that of a DTensor.
     """
 
     def __init__(self, rank: int, apart: bool = False) -> None:
@@ -40,7 +41,7 @@ class LocalPieces:
         for index in sorted(pieces.keys() - self.pieces.keys()):
             piece, param = pieces[index], params[index]
             self.pieces[index] = piece
-            if piece.whole and not self._apart:
+            if piece.whole and not self._apart and not isinstance(param, LocalParameter):
                 self.tensors[index] = param
                 continue
             where = None if piece.whole else slice(piece.start, piece.stop)

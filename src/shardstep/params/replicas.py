@@ -25,12 +25,17 @@ def check(group: Group, layout: Layout, params: Mapping[int, Tensor]) -> None:
         for rank, row in enumerate(rows):
             by_value.setdefault(row[position], []).append(rank)
         if len(by_value) > 1:
+            sides = " and ".join(_names(group, ranks) for ranks in by_value.values())
             raise RuntimeError(
                 "check_replicas expects every parameter to be bit-equal on all ranks, but "
-                f"{layout.spec_of[index].label} of shape {layout.spec_of[index].shape} differs between ranks "
-                f"{' and ranks '.join(str(ranks) for ranks in by_value.values())}. Something changed it on some ranks "
+                f"{layout.spec_of[index].label} of shape {layout.spec_of[index].shape} differs between {sides}. "
+                "Something changed it on some ranks "
                 "only: an in-place edit, a load on one rank, or gradients that were not reduced."
             )
+
+
+def _names(group: Group, ranks: list[int]) -> str:
+    return group.names_of(ranks) if group.names else f"ranks {ranks}"
 
 
 def _checksum(param: Tensor) -> Tensor:

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from shardstep.comm import collectives
 from shardstep.comm.codec import dtype_name
 from shardstep.comm.process_group import Group
+from shardstep.comm.rank_groups import RankGroups
 from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
 from shardstep.comm.topology import Topology, find_topology
 from shardstep.layout import partition
@@ -26,9 +27,10 @@ from shardstep.layout.specs import Layout
 from shardstep.params import groups as group_forms
 from shardstep.params.bucket_views import BucketViews
 from shardstep.params.builder import OptimizerBuilder
+from shardstep.params.dtensors import LocalParameter, have_moved, local_parameter
 from shardstep.params.local_optimizer import options_of, step_subset, unhooked_step
 from shardstep.params.memory_watch import MemoryWatch
-from shardstep.params.model_search import is_in_a_module
+from shardstep.params.model_search import check_in_a_module, is_in_a_module
 from shardstep.params.pieces import LocalPieces
 from shardstep.params.step_plan import StepPlan, make_plan
 
@@ -44,16 +46,18 @@ class ShardedParameters:
 
     def __init__(
         self,
-        group: Group,
+        ranks: RankGroups,
         builder: OptimizerBuilder,
         granularity: str,
         bucket_cap_mb: float | None,
         views: bool,
         apart: bool = False,
         reduce_dtype: torch.dtype | None = None,
+        plain_only: str = "",
     ) -> None:
-        """``apart``: pieces are tensors of their own, see ``LocalPieces``."""
-        self.group = group
+        """``apart``: pieces are tensors of their own, see ``LocalPieces``. ``plain_only``: why DTensors are refused."""
+        self.ranks = ranks
+        self.group = group = ranks.shard
         self.topology = Topology(group.rank, (tuple(range(group.world_size)),))  # known when settled
         self.wire = group  # through which parameters are gathered
         self.builder = builder
@@ -61,8 +65,11 @@ class ShardedParameters:
         self._reduce_itemsize = reduce_dtype.itemsize if reduce_dtype is not None else None
         self.default_granularity = granularity
         self.layout = Layout(group.world_size)
-        self.params: dict[int, Tensor] = {}
-        self.index_of: dict[Tensor, int] = {}
+        self.given: dict[int, Tensor] = {}  # the user's own
+        self.params: dict[int, Tensor] = {}  # the same, or what stands for a DTensor
+        self.index_of: dict[Tensor, int] = {}  # of the user's
+        self._dtensors: list[LocalParameter] = []
+        self._plain_only = plain_only or ("parameters_as_bucket_view" if views else "")
         self.pieces = LocalPieces(group.rank, apart)
         self.indices: list[list[int]] = []  # per group: the parameters whose piece the local optimizer steps
         self.active: list[bool] = []
@@ -118,7 +125,8 @@ class ShardedParameters:
         for index in gone:
             if index in self.pieces.tensors:
                 optimizer.state.pop(self.pieces.tensors[index], None)
-            self.index_of.pop(self.params.pop(index))
+            del self.params[index]
+            self.index_of.pop(self.given.pop(index))
             self._memory.forget(index)
         self.pieces.forget(gone)
 
@@ -158,8 +166,9 @@ class ShardedParameters:
         return max(int(self._bucket_bytes * 1.01), _LEAST_PART_BYTES)
 
     def _place(self, param_groups: Sequence[dict[str, Any]], granularities: Sequence[str]) -> None:
-        found = group_forms.specs_of(param_groups, granularities, list(self.params.values()))
-        params = {index: param for index, (_, param) in found.items()}
+        found = group_forms.specs_of(param_groups, granularities, list(self.given.values()))
+        given = {index: param for index, (_, param) in found.items()}
+        params = {index: local_parameter(param, self._plain_only) for index, param in given.items()}
         group_forms.check_apart({**self.params, **params})
         specs = [spec for spec, _ in found.values()]
         if not self._bucket_bytes:
@@ -167,8 +176,10 @@ class ShardedParameters:
             on_cpu = all(param.device.type == "cpu" for param in params.values())
             self._bucket_bytes = chosen_bucket_bytes(total, on_cpu)
         self.layout = partition.extend(self.layout, specs, self._bucket_bytes, self._reduce_itemsize)
+        self.given.update(given)
         self.params.update(params)
-        self.index_of.update((param, index) for index, param in params.items())
+        self.index_of.update((param, index) for index, param in given.items())
+        self._dtensors = [param for param in self.params.values() if isinstance(param, LocalParameter)]
         self._memory.place(params)
         self.pieces.extend(self.layout, self.params)
 
@@ -197,7 +208,8 @@ class ShardedParameters:
         """The first parameter whose activity changed, for messages on other ranks."""
         changes = zip(self.layout.specs, self.active, active, strict=True)
         spec, before, after = next(change for change in changes if change[1] != change[2])
-        return f"requires_grad of {spec.label} went from {before} to {after} on rank {self.rank}"
+        where = self.group.name_of(self.rank)
+        return f"requires_grad of {spec.label} went from {before} to {after} on {where}"
 
     def activity_facts(self, active: Sequence[bool]) -> list[tuple[str, dict[str, str]]]:
         """What the ranks have to agree on after a change of requires_grad."""
@@ -213,7 +225,7 @@ class ShardedParameters:
 
     def moved(self) -> bool:
         """Whether a parameter has other memory than at the last ``bind``, or lies otherwise in it."""
-        return self._memory.moved(self.params.values())
+        return self._memory.moved(self.params.values()) or have_moved(self._dtensors)
 
     def lies_as_placed(self) -> bool:
         """Whether all parameters lie in memory in the order in which they did when they were placed."""
@@ -225,17 +237,13 @@ class ShardedParameters:
         Only with bucket views, where it would go unnoticed that the model no longer is what is gathered, and only
         when no parameter has a gradient: the search through the interpreter's objects is slow.
         """
-        if not self._in_module or any(param.grad is not None for param in self.params.values()):
-            return
-        if not is_in_a_module(next(iter(self.params.values()))):
-            raise RuntimeError(
-                "step expects gradients on the parameters that the optimizer was built with, but none has one and "
-                "their module now holds other parameters (load_state_dict(assign=True) replaces them). Build the "
-                "optimizer again after replacing parameters, or load with assign=False."
-            )
+        if self._in_module and not any(param.grad is not None for param in self.params.values()):
+            check_in_a_module(next(iter(self.params.values())))
 
     def bind(self) -> None:
         """Follow the parameters to the memory that they have now, or bring them back into their bucket views."""
+        for param in self._dtensors:
+            param.follow()
         error = self.kind_error()
         if error is not None:
             raise error
@@ -300,6 +308,7 @@ class ShardedParameters:
             "bucket_cap_mb": str(self._bucket_bytes / 2**20),
             "parameters_as_bucket_view": str(self._views is not None),
             "number of groups": str(len(param_groups)),
+            "mesh": self.ranks.describe(),
             **(further or {}),
         }
         return [("argument", settings), *group_forms.facts_of(param_groups, self.layout.specs)]
@@ -316,7 +325,7 @@ class ShardedParameters:
     def portable(self) -> ShardedParameters:
         """A twin without the process group and what hangs on it, for copy and pickle."""
         twin = copy.copy(self)
-        twin.group = twin.wire = None  # type: ignore[assignment]
+        twin.ranks = twin.group = twin.wire = None  # type: ignore[assignment]
         twin.plan = StepPlan([], [], [], False)
         twin.index_of = {}
         twin._memory = copy.copy(self._memory)
@@ -325,15 +334,16 @@ class ShardedParameters:
         twin._views = BucketViews() if self._views is not None else None  # made anew: copies share no memory
         return twin
 
-    def revive(self, group: Group) -> None:
+    def revive(self, ranks: RankGroups) -> None:
         """After copy or pickle: bind the copied pieces to the copied parameters."""
+        group = ranks.shard
         if group.world_size != self.layout.world_size:
             raise RuntimeError(
                 f"a pickled optimizer expects the {self.layout.world_size} ranks it was made on but got "
                 f"{group.world_size}. Use consolidate_state_dict and load_state_dict to change the number of ranks."
             )
-        self.group = self.wire = group
-        self.index_of = {param: index for index, param in self.params.items()}
+        self.ranks, self.group, self.wire = ranks, group, group
+        self.index_of = {param: index for index, param in self.given.items()}
         if self._views is not None:
             self._views.extend(self.layout, self.params)
         self.bind()

@@ -33,7 +33,8 @@ class HeldParameters(Protocol):
     def layout(self) -> Layout: ...
 
     @property
-    def params(self) -> Mapping[int, Tensor]: ...
+    def given(self) -> Mapping[int, Tensor]:
+        """The parameters as the user gave them."""
 
     @property
     def pieces(self) -> LocalPieces: ...

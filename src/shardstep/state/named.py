@@ -54,7 +54,7 @@ def sharded_states(held: HeldParameters, optimizer: Optimizer, *, blanks: bool) 
         spec, entry = held.layout.spec_of[index], optimizer.state.get(held.pieces.tensors[index])
         if entry:
             entries[index] = sharded_entry(entry, spec, piece)
-        elif blanks and held.params[index].requires_grad:
+        elif blanks and held.given[index].requires_grad:
             # (DCP would step the optimizer itself with zero gradients, which changes counters and moments.)
             blank = held.blank_state(index, optimizer.param_groups)
             entries[index] = sharded_entry(blank, spec, piece, blank=True)
@@ -71,7 +71,7 @@ def named_form(
 ) -> dict[str, Any]:
     """The whole form of an optimizer. A parameter of which this rank has no piece gets an empty entry."""
     entries = sharded_states(held, optimizer, blanks=blanks)
-    state: dict[str, Any] = {names[param]: entries.get(index, {}) for index, param in held.params.items()}
+    state: dict[str, Any] = {names[param]: entries.get(index, {}) for index, param in held.given.items()}
     state.update((str(key), value) for key, value in optimizer.state.items() if not isinstance(key, Tensor))
     return {"state": state, "param_groups": named_groups(param_groups, names)}
 
@@ -176,7 +176,7 @@ def loadable(
     options = options_by_name(saved_groups, named_groups(param_groups, names), strict)
     entries = {}
     for index, piece in held.pieces.pieces.items():
-        entry = state.get(names[held.params[index]])
+        entry = state.get(names[held.given[index]])
         if entry:
             spec, find_class = held.layout.spec_of[index], partial(held.find_state_class, index)
             entries[index] = local_part(filled(entry), spec, piece, find_class, "of the loaded form")

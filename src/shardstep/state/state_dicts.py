@@ -125,7 +125,7 @@ class ShardedOptimizer(Optimizer):
         """What torch's checkpoint functions get from ``state_dict``. Collective, as those functions are."""
         sharded = self.engine.sharded
         if wanted.loading is not None:
-            states: dict[Any, Any] = dcp_forms.template(self.engine.sharded.group, wanted, self._all_params[0].device)
+            states: dict[Any, Any] = dcp_forms.template(sharded.ranks.everyone, wanted, self._all_params[0].device)
         elif wanted.full:
             with self.engine.consensus.reporting("get_optimizer_state_dict"):
                 described = describe(sharded.pieces, sharded.layout, self.optim.state)
@@ -263,7 +263,7 @@ class ShardedOptimizer(Optimizer):
 
     def _expose_state(self) -> None:
         sharded = self.engine.sharded
-        owned = {sharded.params[index]: tensor for index, tensor in sharded.pieces.tensors.items()}
+        owned = {sharded.given[index]: tensor for index, tensor in sharded.pieces.tensors.items()}
         self._status.view = StateView(self._all_params, owned, self.optim, self.engine.progress)
 
     @property

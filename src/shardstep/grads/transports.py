@@ -1,0 +1,87 @@
+"""How the gradients of one optimizer travel: in which parts, through which memory, by which transport."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+
+from shardstep.comm import collectives
+from shardstep.comm.process_group import Group
+from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
+from shardstep.grads.bucket_part import BucketPart, parts_of
+from shardstep.grads.reduce_scatter import BetweenPairs, Native, ThroughSharedMemory, Transport
+from shardstep.grads.shards import BucketShard
+from shardstep.grads.summation import Summation
+from shardstep.params.sharded_parameters import ShardedParameters
+
+
+class ReduceTransports:
+    """The parts of all buckets, each with its number and its transport, and the slots of shared memory."""
+
+    def __init__(self, sharded: ShardedParameters, group: Group, reporting: Group, in_flight: int) -> None:
+        """``reporting``: the ranks that report to each other. ``in_flight``: how many parts may be under way."""
+        self._sharded = sharded
+        self._group, self._reporting = group, reporting
+        self._in_flight = in_flight
+        self.parts: list[list[BucketPart]] = []  # by bucket
+        self.number_of: dict[BucketPart, int] = {}
+        self._transports: list[Transport] = []  # by bucket
+        self._ring: SharedMemoryRing | None = None
+
+    def extend(self, shards: Sequence[BucketShard]) -> None:
+        """Collective. Take over the buckets that were added."""
+        self.parts = [
+            parts_of(shard.bucket, self._group.world_size, self._part_bytes(shard.device), shard.dtype)
+            for shard in shards
+        ]
+        self.number_of = {part: number for number, part in enumerate(chain.from_iterable(self.parts))}
+        self._open_ring()
+        summation = Summation(self._sharded.topology)
+        self._transports = [self._transport(shard.device, summation) for shard in shards]
+
+    def of(self, part: BucketPart) -> Transport:
+        return self._transports[part.bucket.position]
+
+    @property
+    def reports(self) -> bool:
+        """Whether ranks report with every part what it is."""
+        return all(transport.reports for transport in self._transports)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there is no slot for another part."""
+        return self._ring is not None and self._ring.is_full
+
+    def release(self) -> None:
+        """The oldest part is over: all ranks have written it, and this one has read it or is about to."""
+        if self._ring is not None:
+            self._ring.release()
+
+    def _part_bytes(self, device: torch.device) -> float:
+        """In parts of which size a bucket travels. A native reduce-scatter takes it as a whole."""
+        pairwise = collectives.sends_pairwise(self._group, device)
+        return self._sharded.part_bytes if pairwise and self._group.world_size > 1 else float("inf")
+
+    def _open_ring(self) -> None:
+        params = self._sharded.params.values()
+        alone = self._group.world_size == 1 or not self.number_of
+        if alone or not all(collectives.sends_pairwise(self._group, param.device) for param in params):
+            return
+        # A slot has room for a part of every rank of the host, each on a boundary of 64 bytes.
+        largest = max(-(-part.nbytes // 64) * 64 for part in self.number_of)
+        size = largest * len(self._sharded.topology.host)
+        # More slots than parts would stay unused.
+        count = min(self._in_flight, len(self.number_of))
+        if self._ring is None or self._ring.slot_bytes < size or self._ring.in_flight < count:
+            self._ring = open_ring(self._group, self._sharded.topology, count, size)
+
+    def _transport(self, device: torch.device, summation: Summation) -> Transport:
+        """How gradients on ``device`` are reduced."""
+        if not collectives.sends_pairwise(self._group, device):
+            return Native(self._group, self._reporting, summation, device)
+        if self._ring is None:
+            return BetweenPairs(self._group, self._reporting, summation)
+        topology = self._sharded.topology
+        return ThroughSharedMemory(self._group, self._reporting, summation, topology, self._ring.take)
