@@ -47,13 +47,8 @@ class Handle(NamedTuple):
         for work in self.works:
             work.wait()
 
-    @property
-    def is_done(self) -> bool:
-        """Whether waiting would take no time. For ``share_headers`` only: messages between pairs do not tell."""
-        return all(work.is_completed() for work in self.works)
-
     def wait_for(self, seconds: float) -> bool:
-        """Whether it came to its end in that time. For ``share_headers`` only, which can be waited for again."""
+        """Whether it came to its end in that time. For all-gathers and the like, which can be waited for again."""
         try:
             for work in self.works:
                 work.wait(timedelta(seconds=seconds))
@@ -97,29 +92,36 @@ def _gather_pairwise(group: Group, shards: Sequence[Sequence[Tensor]]) -> Iterat
             yield dist.isend(tensor, group=process_group, group_dst=target, tag=_TAG)  # type: ignore[misc]
 
 
-def share_signals(group: Group, ranks: Sequence[int], number: int) -> Handle:
-    """Start to send a byte to every other one of ``ranks`` and to receive one from each: ``handle.memory``.
+class GatheredMessages:
+    """A short message of every rank, on its way through the process group. (See also ``host_channel.py``.)"""
 
-    Waiting means: all came to this point.
-    """
-    signals = torch.full((len(ranks),), number, dtype=torch.uint8)
-    mine = ranks.index(group.rank)
-    works = []
-    for place, rank in enumerate(ranks):
-        if place != mine:
-            works.append(dist.irecv(signals[place : place + 1], group=group.process_group, group_src=rank, tag=_TAG))
-            works.append(dist.isend(signals[mine : mine + 1], group=group.process_group, group_dst=rank, tag=_TAG))
-    return Handle(tuple(works), signals)  # type: ignore[arg-type]
+    def __init__(self, group: Group, message: bytes, length: int) -> None:
+        """Start to gather. ``length``: the same on every rank; shorter messages are filled up with zeros."""
+        mine = torch.frombuffer(bytearray(message.ljust(length, b"\0")), dtype=torch.uint8)
+        self._rows = torch.empty((group.world_size, length), dtype=torch.uint8)
+        if group.world_size == 1:
+            self._rows[0] = mine
+        self._handle = Handle(())
+        if group.world_size > 1:
+            work = torch_versions.all_gather(self._rows.view(-1), mine, group=group.process_group, async_op=True)
+            self._handle = Handle((work,) if work is not None else ())
 
+    @property
+    def is_done(self) -> bool:
+        """Whether waiting would take no time."""
+        return all(work.is_completed() for work in self._handle.works)
 
-def share_headers(group: Group, header: Tensor) -> Handle:
-    """Start to send every rank a few bytes, and to receive theirs: ``handle.memory``, a row per rank. On the CPU."""
-    headers = torch.empty((group.world_size, header.numel()), dtype=torch.uint8)
-    if group.world_size == 1:
-        headers[0] = header
-        return Handle((), headers)
-    work = torch_versions.all_gather(headers.view(-1), header, group=group.process_group, async_op=True)
-    return Handle((work,) if work is not None else (), headers)
+    def wait(self) -> None:
+        self._handle.wait()
+
+    def wait_for(self, seconds: float) -> bool:
+        """Whether all came in that time. It can be waited for again."""
+        return self._handle.wait_for(seconds)
+
+    @property
+    def messages(self) -> list[bytes]:
+        """By rank, when all came."""
+        return [bytes(row) for row in self._rows.tolist()]
 
 
 def swap_shards(group: Group, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> Handle:

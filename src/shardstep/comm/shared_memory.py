@@ -1,13 +1,13 @@
 """Memory that the CPU ranks of a host share, to gather and reduce through instead of sockets.
 
-A rank writes its part of a bucket into a slot, signals the others with a byte each, and they read it from there: two
+A rank writes its part of a bucket into a slot, sends the others a short message, and they read it from there: two
 copies in memory instead of two through the kernel and a wake-up per packet. Every host has slots of its own; what goes
 from host to host, and when, is the business of those who use them.
 
 [Note: when a slot may be written again]
 Collectives are numbered alike on all ranks. With at most K in flight, number x uses slot x mod 2K. A rank that starts x
-has finished x - K, so it has a byte for x - K from every other rank; each of them had then started x - K, and therefore
-finished x - 2K, the one that used the slot before. No further synchronisation is needed.
+has finished x - K, so it has a message for x - K from every other rank; each of them had then started x - K, and
+therefore finished x - 2K, the one that used the slot before. No further synchronisation is needed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardstep.comm import collectives
-from shardstep.comm.collectives import Handle
+from shardstep.comm.host_channel import HostChannel, SharedMessages, open_channel
 from shardstep.comm.process_group import Group
 from shardstep.comm.topology import SHARED_FOLDER, Topology
 
@@ -30,10 +30,11 @@ _NUMBERS = 251  # collectives are numbered by a byte
 class SharedMemoryRing:
     """A ring of slots in memory that the ranks of a host share."""
 
-    def __init__(self, group: Group, topology: Topology, memory: Tensor, count: int, slot_bytes: int) -> None:
+    def __init__(self, channel: HostChannel, topology: Topology, memory: Tensor, count: int, slot_bytes: int) -> None:
+        """``channel``: to the ranks with which the memory is shared."""
         self.slot_bytes = slot_bytes  # what fits; the slots themselves are whole pages
         self.topology = topology
-        self._group = group
+        self.channel = channel
         self._slots = list(memory.view(count, -1))
         self._taken = self._received = 0
 
@@ -58,12 +59,12 @@ class SharedMemoryRing:
         self._taken += 1
         return slot
 
-    def signal(self, number: int) -> Handle:
+    def signal(self, number: int) -> SharedMessages:
         """Signal the other ranks of the host that this one has written, and start to wait for the same from them.
 
         ``number``: of the collective, counted by ``taken``.
         """
-        return collectives.share_signals(self._group, self.topology.host, number % _NUMBERS)
+        return self.channel.share(bytes([number % _NUMBERS]))
 
     @property
     def taken(self) -> int:
@@ -74,10 +75,10 @@ class SharedMemoryRing:
         """The oldest collective is over: all ranks have written, and this one has read or is about to."""
         self._received += 1
 
-    def received(self, handle: Handle) -> None:
-        """All ranks have written, as a handle says that was waited for. RuntimeError if not the same collective."""
+    def received(self, signals: SharedMessages) -> None:
+        """All ranks have written, as signals say that were waited for. RuntimeError if not the same collective."""
         self.release()
-        numbers = handle.memory.tolist() if handle.memory is not None else []
+        numbers = [message[0] for message in signals.messages]
         if any(number != self._received % _NUMBERS for number in numbers):
             raise RuntimeError(
                 f"step expects all ranks to be in the same collective, but they are in {numbers} (counted modulo "
@@ -96,20 +97,24 @@ def open_ring(group: Group, topology: Topology, in_flight: int, slot_bytes: int)
     """
     count = 2 * in_flight
     size = count * -(-slot_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
-    path, secret = os.path.join(SHARED_FOLDER, f"shardstep-{secrets.token_hex(8)}"), secrets.token_hex(16)
     wanted = os.environ.get("SHARDSTEP_SHARED_MEMORY") != "0"
     is_first = group.rank == topology.host[0]
-    memory = _create(path, secret, size) if wanted and is_first else None
+    name, code = os.path.join(SHARED_FOLDER, f"shardstep-{secrets.token_hex(8)}"), secrets.token_hex(16)
+    memory = _create(name, code, size) if wanted and is_first else None
     try:
         # Every rank hears of every host's file: a collective is the same for all.
-        files = {host[0]: collectives.move_json(group, [path, secret], host[0], None) for host in topology.hosts}
+        files = {host[0]: collectives.move_json(group, [name, code], host[0], None) for host in topology.hosts}
+        path, secret = files[topology.host[0]]
         if wanted and not is_first:
-            memory = _attach(files[topology.host[0]], size)
+            memory = _attach(path, secret, size)
         everyone = all(row[0] for row in collectives.all_gather_ints(group, [memory is not None]))
+        channel = open_channel(group, topology, path, secret) if everyone else None
     finally:
-        if is_first and os.path.exists(path):
-            os.unlink(path)
-    return SharedMemoryRing(group, topology, memory, count, slot_bytes) if everyone and memory is not None else None
+        if is_first and os.path.exists(name):
+            os.unlink(name)
+    if memory is None or channel is None:
+        return None
+    return SharedMemoryRing(channel, topology, memory, count, slot_bytes)
 
 
 def _create(path: str, secret: str, size: int) -> Tensor | None:
@@ -130,9 +135,8 @@ def _create(path: str, secret: str, size: int) -> Tensor | None:
         os.close(file)
 
 
-def _attach(file_and_secret: tuple[str, str], size: int) -> Tensor | None:
+def _attach(path: str, secret: str, size: int) -> Tensor | None:
     """The secret tells whether this is the first rank's file, and not one of the same name on another host."""
-    path, secret = file_and_secret
     try:
         file = os.open(path, os.O_RDWR)
     except OSError:

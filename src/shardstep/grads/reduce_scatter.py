@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,27 +35,43 @@ class ReduceScatter(NamedTuple):
     """A part of a bucket under way."""
 
     part: BucketPart
-    headers: Handle  # what every rank says about it; nothing on other backends than gloo
+    reports: Messages | None  # what every rank says about it; None on other backends than gloo
     packed: Tensor  # what this rank has of it
     data: Handle
     received: list[Tensor]  # what is added up: everybody's of my share, by rank; sums of hosts; or the sum
     slot: Tensor | None = None  # of shared memory
 
 
+class Messages(Protocol):
+    """A short message of every rank, on its way."""
+
+    @property
+    def is_done(self) -> bool: ...
+
+    @property
+    def messages(self) -> list[bytes]: ...
+
+    def wait(self) -> None: ...
+
+    def wait_for(self, seconds: float) -> bool: ...
+
+
+Report = Callable[[bytes], Messages]  # tell all ranks something, and start to hear what they tell
+
+
 class Transport(ABC):
     """How parts of buckets are reduced. Stateless: all that is under way is in what ``start`` returns."""
 
-    reports = True  # whether headers go along
+    reports = True  # whether a report goes along
 
-    def __init__(self, group: Group, reporting: Group, summation: Summation) -> None:
-        """``reporting``: the ranks that report to each other about a part: those of the group, on a mesh all."""
+    def __init__(self, group: Group, report: Report, summation: Summation) -> None:
         self._group = group
-        self._reporting = reporting
+        self._report = report
         self._summation = summation
 
     @abstractmethod
     def start(
-        self, part: BucketPart, source: Sequence[Tensor | None] | ReduceScatter, header: Tensor, tag: int
+        self, part: BucketPart, source: Sequence[Tensor | None] | ReduceScatter, report: bytes, tag: int
     ) -> ReduceScatter:
         """Pack a part of these gradients, start to give everybody their share, and tell about it.
 
@@ -63,7 +79,7 @@ class Transport(ABC):
         """
 
     def exchange(self, scatter: ReduceScatter, tag: int) -> ReduceScatter:
-        """All ranks are in the same bucket, as their headers say: start what could not be started before."""
+        """All ranks are in the same bucket, as they report: start what could not be started before."""
         return scatter
 
     def finish(self, scatter: ReduceScatter, divisor: int, out: Tensor) -> None:
@@ -74,18 +90,15 @@ class Transport(ABC):
         """The range of the bucket that this rank gets the sum of."""
         return part.ranges[self._group.rank]
 
-    def _report(self, header: Tensor) -> Handle:
-        return collectives.share_headers(self._reporting, header)
-
 
 class BetweenPairs(Transport):
     """Messages between every pair of ranks."""
 
     def start(
-        self, part: BucketPart, source: Sequence[Tensor | None] | ReduceScatter, header: Tensor, tag: int
+        self, part: BucketPart, source: Sequence[Tensor | None] | ReduceScatter, report: bytes, tag: int
     ) -> ReduceScatter:
         if isinstance(source, ReduceScatter):
-            return source._replace(headers=self._report(header))
+            return source._replace(reports=self._report(report))
         packed = part.pack(source, torch.empty(part.numel, dtype=part.dtype, device="cpu"))
         low, high = part.spans[self._group.rank]
         received = [
@@ -94,7 +107,7 @@ class BetweenPairs(Transport):
         ]
         outgoing = [packed[start:stop].view(torch.uint8) for start, stop in part.spans]
         data = collectives.swap_shards(self._group, outgoing, [one.view(torch.uint8) for one in received], tag)
-        return ReduceScatter(part, self._report(header), packed, data, received)
+        return ReduceScatter(part, self._report(report), packed, data, received)
 
 
 class ThroughSharedMemory(Transport):
@@ -103,17 +116,17 @@ class ThroughSharedMemory(Transport):
     def __init__(
         self,
         group: Group,
-        reporting: Group,
+        report: Report,
         summation: Summation,
         topology: Topology,
         take_slot: Callable[[], Tensor],
     ) -> None:
-        super().__init__(group, reporting, summation)
+        super().__init__(group, report, summation)
         self._topology = topology
         self._take_slot = take_slot
 
     def start(
-        self, part: BucketPart, source: Sequence[Tensor | None] | ReduceScatter, header: Tensor, tag: int
+        self, part: BucketPart, source: Sequence[Tensor | None] | ReduceScatter, report: bytes, tag: int
     ) -> ReduceScatter:
         slot = self._take_slot()
         packed = self._written(slot, part)[self._topology.place]
@@ -121,7 +134,7 @@ class ThroughSharedMemory(Transport):
             packed.copy_(source.packed)
         else:
             part.pack(source, packed)
-        return ReduceScatter(part, self._report(header), packed, Handle(()), [], slot)
+        return ReduceScatter(part, self._report(report), packed, Handle(()), [], slot)
 
     def exchange(self, scatter: ReduceScatter, tag: int) -> ReduceScatter:
         assert scatter.slot is not None
@@ -166,12 +179,12 @@ class Native(Transport):
 
     reports = False
 
-    def __init__(self, group: Group, reporting: Group, summation: Summation, device: torch.device) -> None:
-        super().__init__(group, reporting, summation)
+    def __init__(self, group: Group, report: Report, summation: Summation, device: torch.device) -> None:
+        super().__init__(group, report, summation)
         self._device = device
 
     def start(
-        self, part: BucketPart, source: Sequence[Tensor | None] | ReduceScatter, header: Tensor, tag: int
+        self, part: BucketPart, source: Sequence[Tensor | None] | ReduceScatter, report: bytes, tag: int
     ) -> ReduceScatter:
         gradients = [] if isinstance(source, ReduceScatter) else source
         shard = part.bucket.equal_shard
@@ -184,7 +197,7 @@ class Native(Transport):
         total = torch.empty_like(shards[self._group.rank])
         handle = collectives.reduce_shards(self._group, buffer, shards, total)
         low, high = self.mine(part)
-        return ReduceScatter(part, Handle(()), buffer, handle, [total[: high - low]])
+        return ReduceScatter(part, None, buffer, handle, [total[: high - low]])
 
     def finish(self, scatter: ReduceScatter, divisor: int, out: Tensor) -> None:
         (total,) = scatter.received

@@ -32,6 +32,7 @@ from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import Group, open_side_group
 from shardstep.grads.across_replicas import AcrossReplicas
 from shardstep.grads.bucket_part import BucketPart
+from shardstep.grads.flags import all_set, packed, unpacked
 from shardstep.grads.iteration import InFlight, Iteration, IterationState, Leaving
 from shardstep.grads.reduce_scatter import ReduceScatter, Transport
 from shardstep.grads.settings import ReduceSettings
@@ -68,7 +69,6 @@ class GradientReducer:
         self._consensus = consensus
         self._settings = settings
         self._transports = ReduceTransports(sharded, group, self._reporting, settings.in_flight)
-        self._header_bytes = 0  # of all parts alike
         self._in_flight: deque[InFlight] = deque()
         self._unmet: list[ReduceScatter] = []  # thrown away, and never met over sockets: their memory must stay
         self._failure = ""
@@ -78,7 +78,6 @@ class GradientReducer:
     def extend(self) -> None:
         """Take over the buckets that were added. Collective."""
         self._transports.extend(self._shards.buckets)
-        self._header_bytes = 2 + max((len(shard.bucket.params) for shard in self._shards.buckets), default=0)
 
     @property
     def parts(self) -> list[list[BucketPart]]:
@@ -167,30 +166,30 @@ class GradientReducer:
         self.sent += 1
         tag = self._tag(part)
         with record_function("shardstep::reduce"), self._failing():
-            scatter = self._transports.of(part).start(part, source, self._header(part, kept, here), tag)
+            scatter = self._transports.of(part).start(part, source, self._report(part, kept, here), tag)
             self._in_flight.append(InFlight(scatter, kept, here, divisor, self.iteration, self.iteration.number, tag))
             self._exchange_what_met()
 
     def _exchange_what_met(self) -> None:
         """Start what could not be started before all ranks were known to be in the same bucket."""
         for sent in self._in_flight:
-            if not sent.is_exchanged and sent.scatter.headers.is_done:
+            if not sent.is_exchanged and (sent.scatter.reports is None or sent.scatter.reports.is_done):
                 self._exchange(sent)
 
     def _exchange(self, sent: InFlight) -> None:
-        sent.scatter.headers.wait()
+        if sent.scatter.reports is not None:
+            sent.scatter.reports.wait()
         if not sent.is_exchanged and _is_met(sent):
             sent.scatter = self._transports.of(sent.part).exchange(sent.scatter, sent.tag)
             sent.is_exchanged = True
 
-    def _header(self, part: BucketPart, kept: set[int], here: list[bool] | None) -> Tensor:
-        """What is reported with a part: iteration, which part, a byte per parameter."""
-        header = torch.ones(self._header_bytes, dtype=torch.uint8)
-        header[0], header[1] = self.iteration.number % _NUMBERS, self._transports.number_of[part] % _NUMBERS
-        if here is not None:  # a rank that holds an earlier gradient says so, too: one that has joined may not know
-            flags = [one or index in kept for one, index in zip(here, part.bucket.params, strict=True)]
-            header[2 : 2 + len(flags)] = torch.tensor(flags)
-        return header
+    def _report(self, part: BucketPart, kept: set[int], here: list[bool] | None) -> bytes:
+        """What is reported with a part: iteration, which part, a bit per parameter."""
+        numbers = bytes([self.iteration.number % _NUMBERS, self._transports.number_of[part] % _NUMBERS])
+        if here is None:
+            return numbers + all_set(len(part.bucket.params))
+        # A rank that holds an earlier gradient says so, too: one that has joined may not know.
+        return numbers + packed(one or index in kept for one, index in zip(here, part.bucket.params, strict=True))
 
     def _tag(self, part: BucketPart) -> int:
         """Over sockets only the same parts of the same iteration meet."""
@@ -219,7 +218,8 @@ class GradientReducer:
             self._send(again.part, again.scatter, again.kept, again.here, again.divisor)
         sent = self._in_flight[0]
         with record_function("shardstep::reduce"), self._failing():
-            if patience is not None and not sent.scatter.headers.wait_for(patience):
+            reports = sent.scatter.reports
+            if patience is not None and reports is not None and not reports.wait_for(patience):
                 return False
             self._exchange(sent)
             self._exchange_what_met()
@@ -278,12 +278,12 @@ class GradientReducer:
 
     def _draw_conclusions(self, sent: InFlight) -> None:
         """The ranks were not in the same bucket. See the note above."""
-        headers = sent.scatter.headers.memory
-        if sent.is_over or headers is None:
+        reports = sent.scatter.reports
+        if sent.is_over or reports is None:
             self._keep_memory(sent.scatter)
             return
         mine = sent.number % _NUMBERS
-        ahead = [(number - mine) % _NUMBERS for number in headers[:, 0].tolist()]
+        ahead = [(report[0] - mine) % _NUMBERS for report in reports.messages]
         if any(0 < distance <= _NUMBERS // 2 for distance in ahead):
             self._keep_memory(sent.scatter)
             self.discard()
@@ -292,7 +292,7 @@ class GradientReducer:
         self.iteration.behind = [rank for rank, distance in enumerate(ahead) if distance]
         self.iteration.misses = 0 if any(ahead) else self.iteration.misses + 1
         if self.iteration.misses > 4 * self._settings.in_flight + 8:
-            self._failure = f"the ranks reduce different buckets: {headers[:, 1].tolist()}, by rank"
+            self._failure = f"the ranks reduce different buckets: {[report[1] for report in reports.messages]}, by rank"
             self.check()
         self._send_again([sent, *(other for other in self._in_flight if not other.is_over)])
 
@@ -308,11 +308,11 @@ class GradientReducer:
         indices = sent.part.bucket.params
         if not transport.reports:
             return self._present_on_accelerators(indices, sent.here or [True] * len(indices))
-        headers = sent.scatter.headers.memory
-        if sent.here is None or headers is None:
+        reports = sent.scatter.reports
+        if sent.here is None or reports is None:
             return set(indices)
-        anywhere = headers[:, 2 : 2 + len(indices)].amax(0).tolist()
-        return {index for index, there in zip(indices, anywhere, strict=True) if there}
+        flags = (unpacked(report[2:], len(indices)) for report in reports.messages)
+        return {index for index, *there in zip(indices, *flags, strict=True) if any(there)}
 
     def _present_on_accelerators(self, indices: Sequence[int], here: list[bool]) -> set[int]:
         """There the ranks report only if the user wishes, because it makes the host wait."""
@@ -361,5 +361,5 @@ class GradientReducer:
 
 def _is_met(sent: InFlight) -> bool:
     """Whether all ranks have reported the same iteration and bucket. The same answer on every rank."""
-    headers = sent.scatter.headers.memory
-    return headers is None or bool((headers[:, :2] == headers[0, :2]).all())
+    reports = sent.scatter.reports
+    return reports is None or len({report[:2] for report in reports.messages}) == 1

@@ -8,10 +8,12 @@ from itertools import chain
 import torch
 
 from shardstep.comm import collectives
+from shardstep.comm.collectives import GatheredMessages
 from shardstep.comm.process_group import Group
 from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
 from shardstep.grads.bucket_part import BucketPart, parts_of
-from shardstep.grads.reduce_scatter import BetweenPairs, Native, ThroughSharedMemory, Transport
+from shardstep.grads.flags import flag_bytes
+from shardstep.grads.reduce_scatter import BetweenPairs, Messages, Native, ThroughSharedMemory, Transport
 from shardstep.grads.shards import BucketShard
 from shardstep.grads.summation import Summation
 from shardstep.params.sharded_parameters import ShardedParameters
@@ -29,6 +31,7 @@ class ReduceTransports:
         self.number_of: dict[BucketPart, int] = {}
         self._transports: list[Transport] = []  # by bucket
         self._ring: SharedMemoryRing | None = None
+        self._report_bytes = 0  # of the longest
 
     def extend(self, shards: Sequence[BucketShard]) -> None:
         """Collective. Take over the buckets that were added."""
@@ -37,6 +40,7 @@ class ReduceTransports:
             for shard in shards
         ]
         self.number_of = {part: number for number, part in enumerate(chain.from_iterable(self.parts))}
+        self._report_bytes = 2 + max((flag_bytes(len(shard.bucket.params)) for shard in shards), default=0)
         self._open_ring()
         summation = Summation(self._sharded.topology)
         self._transports = [self._transport(shard.device, summation) for shard in shards]
@@ -77,11 +81,18 @@ class ReduceTransports:
         if self._ring is None or self._ring.slot_bytes < size or self._ring.in_flight < count:
             self._ring = open_ring(self._group, self._sharded.topology, count, size)
 
+    def _report(self, report: bytes) -> Messages:
+        """Report something to all ranks, and start to hear what they report. On one host that is a message to each."""
+        ring = self._ring
+        if ring is not None and ring.topology.is_one_host and self._reporting is self._group:
+            return ring.channel.share(report)
+        return GatheredMessages(self._reporting, report, self._report_bytes)
+
     def _transport(self, device: torch.device, summation: Summation) -> Transport:
         """How gradients on ``device`` are reduced."""
         if not collectives.sends_pairwise(self._group, device):
-            return Native(self._group, self._reporting, summation, device)
+            return Native(self._group, self._report, summation, device)
         if self._ring is None:
-            return BetweenPairs(self._group, self._reporting, summation)
+            return BetweenPairs(self._group, self._report, summation)
         topology = self._sharded.topology
-        return ThroughSharedMemory(self._group, self._reporting, summation, topology, self._ring.take)
+        return ThroughSharedMemory(self._group, self._report, summation, topology, self._ring.take)

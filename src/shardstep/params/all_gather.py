@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardstep.comm import collectives
 from shardstep.comm.collectives import Handle
+from shardstep.comm.host_channel import SharedMessages
 from shardstep.comm.process_group import Group
 from shardstep.comm.shared_memory import SharedMemoryRing
 from shardstep.layout.shares import share
@@ -24,7 +25,7 @@ DIRECT_BYTES = 64 * 1024
 class AllGatherHandle(NamedTuple):
     """An all-gather under way. ``BucketAllGather.relay`` it, wait for it, then ``finish`` it."""
 
-    under_way: Handle
+    under_way: Handle | SharedMessages
     staged: Tensor | None = None  # the buffer in which packed pieces travel
     to_relay: int | None = None  # the number of a gather that comes from other hosts, of which mine has to be told
 
@@ -122,6 +123,7 @@ class BucketAllGather:
     def finish(self, handle: AllGatherHandle) -> None:
         """Put what arrived where it belongs."""
         if self._ring is not None and self._staging is not None:
+            assert isinstance(handle.under_way, SharedMessages)
             self._ring.received(handle.under_way)
         if self._staging is not None and handle.staged is not None:
             self._staging.unpack(handle.staged)
