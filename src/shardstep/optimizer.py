@@ -61,7 +61,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         overlap_with_ddp: step inside DDP's backward: see ``hook_with_zero_step``.
         shard: "element" cuts parameters anywhere and gives every rank exactly its share; "tensor" keeps them whole;
             "auto" asks the optimizer, by stepping tiny tensors, whether it may be cut.
-        bucket_cap_mb: the size of a bucket, in MiB. None: a 32nd of the parameters, but 1 to 8 (on accelerators 25).
+        bucket_cap_mb: the size of a bucket, in MiB. None: a 40th of the parameters, but 1 to 8 (on accelerators 25).
         shard_gradients: reduce the gradients during backward and keep this rank's share only (ZeRO-2). The model must
             not be wrapped in DDP. ``param.grad`` is then a ``ShardedGradient``; see ``full_grad``, ``no_sync``.
         broadcast_parameters: with ``shard_gradients``: start from rank 0's parameters.

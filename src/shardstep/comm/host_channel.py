@@ -11,8 +11,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from shardstep.comm import collectives
@@ -76,9 +75,11 @@ class HostChannel:
         if len(message) > _MOST_BYTES:
             raise RuntimeError(f"a message to other ranks expects at most {_MOST_BYTES} bytes but has {len(message)}.")
         for place, connection in self._sockets.items():
-            with self._speaking_with(place, self.timeout):
+            try:
                 connection.settimeout(self.timeout)
                 connection.send(message)
+            except OSError as error:
+                raise self._gone(place, error, self.timeout) from error
         messages: list[bytes | None] = [None] * len(self._ranks)
         messages[self._place] = message
         shared = SharedMessages(self, self._shared, messages)
@@ -91,9 +92,11 @@ class HostChannel:
         deadline = time.monotonic() + seconds
         for place, connection in self._sockets.items():
             while self._received[place] <= number:
-                with self._speaking_with(place, seconds):
+                try:
                     connection.settimeout(max(deadline - time.monotonic(), 1e-6))
                     message = connection.recv(_MOST_BYTES)
+                except OSError as error:
+                    raise self._gone(place, error, seconds) from error
                 if not message:
                     raise RuntimeError(f"rank {self._ranks[place]} is gone: it has closed its connection.")
                 self._pending[self._received[place] - self._first].arrive(place, message)
@@ -106,14 +109,11 @@ class HostChannel:
         """The number of the first one to which a message is still to come."""
         return self._shared - len(self._pending)
 
-    @contextmanager
-    def _speaking_with(self, place: int, seconds: float) -> Iterator[None]:
-        try:
-            yield
-        except TimeoutError:
-            raise NotInTime(f"rank {self._ranks[place]} did not come within {seconds:g} s.") from None
-        except OSError as error:
-            raise RuntimeError(f"rank {self._ranks[place]} is gone: {error}.") from error
+    def _gone(self, place: int, error: OSError, seconds: float) -> RuntimeError:
+        """What to raise if a rank could not be spoken with."""
+        if isinstance(error, TimeoutError):
+            return NotInTime(f"rank {self._ranks[place]} did not come within {seconds:g} s.")
+        return RuntimeError(f"rank {self._ranks[place]} is gone: {error}.")
 
 
 def open_channel(group: Group, topology: Topology, path: str, secret: str) -> HostChannel | None:

@@ -7,7 +7,7 @@ slots of shared memory, four buckets per rank; on an accelerator collectives of 
 
 from __future__ import annotations
 
-_COUNT = 32  # buckets, for models of a usual size
+_COUNT = 40  # buckets, for models of a usual size
 _LEAST, _MOST_ON_CPU, _MOST = 2**20, 8 * 2**20, 25 * 2**20
 
 
