@@ -84,16 +84,27 @@ def test_an_iteration_that_is_lost_or_aborted_stays_so():
 
 def test_an_iteration_is_open_while_its_round_has_buckets_to_send():
     iteration = Iteration(0)
-    iteration.round = Round(sequence=[1, 0], waiting=[1, 1], divisor=2)
+    parts = [part for bucket in reversed(two_buckets()) for part in parts_of(bucket, 2, 16, torch.float32)]
+    iteration.round = Round(sequence=parts, waiting=[1, 1], divisor=2)
     assert not iteration.is_open  # nobody has begun it
     iteration.become(IterationState.REDUCING)
     assert iteration.is_open
-    for position in (1, 0):
-        assert iteration.round.next == position
-        assert not iteration.round.has_sent(position)
+    assert [(part.bucket.position, part.number, part.is_last) for part in parts] == [
+        (1, 0, True),
+        (0, 0, False),  # which is larger than 16 bytes
+        (0, 1, True),
+    ]
+    for part in parts:
+        assert iteration.round.next is part
+        assert iteration.round.has_sent(part.bucket.position) == (part.number > 0)
         iteration.round.mark_sent()
-        assert iteration.round.has_sent(position)
+        assert iteration.round.has_sent(part.bucket.position)
     assert not iteration.is_open
+
+
+def two_buckets() -> list[Bucket]:
+    first = Bucket(0, "cpu#0", "float32", 4, (0,), (0,), (8,), 8, cuts=range(0, 9, 4))
+    return [first, Bucket(1, "cpu#0", "float32", 4, (1,), (0,), (4,), 4, cuts=range(0, 5, 2))]
 
 
 def test_the_next_iteration_takes_along_what_was_not_sent():
