@@ -21,7 +21,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def namespaces() -> None:
-    """Skips where hosts cannot be made; where they must be (``SHARDSTEP_HOSTS=required``), that is a failure."""
+    """For whoever makes hosts."""
+    require_hosts()
+
+
+def require_hosts() -> None:
+    """Skip where hosts cannot be made; where they must be (``SHARDSTEP_HOSTS=required``), that is a failure."""
     reason = why_not()
     if reason and os.environ.get("SHARDSTEP_HOSTS") == "required":
         pytest.fail(f"SHARDSTEP_HOSTS=required, but {reason}", pytrace=False)

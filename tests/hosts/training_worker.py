@@ -7,6 +7,7 @@ Leaves in FOLDER what each rank ended with, and on which host it ran.
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._dynamo  # DDP needs it: see below
 import torch.distributed as dist
 
 from tests.hosts.training import MODES, SUMMED, VARIANTS, by_hand, ddp, make_model, train
@@ -25,6 +27,7 @@ DTYPES = {"float64": torch.float64, "bfloat16": torch.bfloat16}
 def main() -> None:
     folder, arrangement = Path(sys.argv[1]), json.loads(sys.argv[2])
     torch.set_num_threads(1)
+    gc.freeze()  # what was imported need not be searched for models every time that an optimizer is built
     dist.init_process_group("gloo", timeout=timedelta(seconds=60))
     results = {"host": socket.gethostname(), **trained(arrangement)}
     torch.save(results, folder / f"rank{dist.get_rank()}.pt")
