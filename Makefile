@@ -119,6 +119,11 @@ $(RIVALS)/installed: pyproject.toml benchmarks/rivals.txt
 bench-step: $(RIVALS)/installed
 	$(RIVALS)/bin/python -m benchmarks.step $(ARGS)
 
+# Two hosts over 1 and 10 Gbit/s, as root (see test-hosts).
+bench-hosts: $(VENV)/installed
+	$(HOST_TOOLS)
+	$(BIN)/python -m benchmarks.hosts $(ARGS)
+
 bench-checkpoint: $(VENV)/installed
 	$(BIN)/python -m benchmarks.checkpoint $(ARGS)
 

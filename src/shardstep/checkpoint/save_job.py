@@ -89,7 +89,7 @@ class SaveJob:
         if not self._consensus.someone_was_absent:  # whoever failed has stopped writing, when all have come here
             with suppress(RuntimeError):
                 self._consensus.check_equal(f"{CALL} (undoing it)", [])
-        # Hosts may have disks of their own, so every rank deletes; but where one is absent, rank 0 may still be writing.
+        # Hosts may have disks of their own, so every rank deletes. But if one is absent, rank 0 may still be writing.
         if self._aside is not None and (self._group.rank == 0 or not self._consensus.someone_was_absent):
             directories.discard(self._aside)
 
