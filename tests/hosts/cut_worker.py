@@ -12,7 +12,6 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,12 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW
 
 from shardstep import checkpoint
 from tests.hosts import training
-from tests.hosts.training import MODES, Training
+from tests.hosts.training import MODES
 
 STEPS = 6
 FATAL_STEP = 3
@@ -55,12 +54,22 @@ class Pause:
 class PausingAdamW(AdamW):
     """Stops after it has updated a bucket, with others to come."""
 
-    stop: Callable[[], None] = staticmethod(lambda: None)
+    pause: Pause | None = None  # set when the optimizer has been built, and probed
 
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
-        type(self).stop()
+        if self.pause is not None:
+            self.pause.stop()
         return result
+
+
+def stop_in_backward(model: nn.Module, pause: Pause) -> None:
+    """Stop where the last layer's gradients are on their way, and the others' are still to come."""
+
+    def watch(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        inputs[0].register_hook(lambda gradient: pause.stop())
+
+    list(model.children())[-1].register_forward_pre_hook(watch)
 
 
 def main() -> None:
@@ -82,14 +91,13 @@ def main() -> None:
 
 def run(folder: Path, mode: str, pause: Pause) -> dict[str, Any]:
     """Train to the end, from wherever the newest checkpoint is."""
-    in_step = mode == "default"
-    training.AdamW = PausingAdamW if in_step else AdamW  # type: ignore[misc]
-    made = MODES[mode](training.make_model(), bucket_cap_mb=training.SMALL_CAP)
+    rule = PausingAdamW if mode == "default" else AdamW
+    made = MODES[mode](training.make_model(), rule=rule, bucket_cap_mb=training.SMALL_CAP)
     found = checkpoint.resume(folder / "checkpoints", made.optimizer, made.model)
     began = 0 if found is None else found[1]["step"]
-    PausingAdamW.stop = pause.stop  # type: ignore[assignment]
-    if not in_step:
-        made = made._replace(forward=pausing_in_backward(made, pause))
+    PausingAdamW.pause = pause
+    if rule is AdamW:
+        stop_in_backward(made.model, pause)
     for step in range(began, STEPS):
         pause.armed = step == FATAL_STEP and not (folder / "cut").exists()
         made.optimizer.zero_grad()
@@ -97,20 +105,6 @@ def run(folder: Path, mode: str, pause: Pause) -> dict[str, Any]:
         made.optimizer.step()
         checkpoint.save(folder / "checkpoints" / f"step{step + 1}", made.optimizer, made.model, {"step": step + 1})
     return {"began": began, "weights": [param.detach().clone() for param in made.model.parameters()]}
-
-
-def pausing_in_backward(made: Training, pause: Pause) -> Callable[[Tensor], Tensor]:
-    """The model's forward, whose backward stops when the last layer's gradients are on their way."""
-
-    def forward(x: Tensor) -> Tensor:
-        *first, last = made.model.children()
-        for layer in first:
-            x = layer(x)
-        if x.requires_grad:
-            x.register_hook(lambda gradient: pause.stop())
-        return last(x)
-
-    return forward
 
 
 if __name__ == "__main__":

@@ -55,7 +55,7 @@ class Job:
         assert not any(codes), f"ended with {codes}\n{self.printed()}"
 
     def printed(self) -> str:
-        """Everything, the program first that wrote last: whoever waits for a time-out was not the first to fail."""
+        """Everything. Who fell silent first comes first: whoever waits for a time-out was not the first to fail."""
         outputs = sorted((output for _, output in self.launched), key=lambda path: path.stat().st_mtime)
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')}" for path in outputs)
 

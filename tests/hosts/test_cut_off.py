@@ -25,6 +25,12 @@ OPTIONS = ["--max-restarts", "2", "--monitor-interval", "0.1"]
 RENDEZVOUS = ",last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=5"
 
 
+WHERE = {
+    "default": "step: the parameters could not be gathered",
+    "shard_gradients": "backward: the gradients could not be reduced",
+}
+
+
 class Story(NamedTuple):
     """What became of a job whose second host was cut off."""
 
@@ -78,7 +84,7 @@ def test_the_others_raise_within_the_timeout_and_name_the_missing_ranks(
 ) -> None:
     """In the default mode in the middle of ``step``, else in the middle of backward."""
     errors = story(mode).errors
-    expected = "step: the parameters could not be gathered" if mode == "default" else "backward: the gradients could"
+    expected = WHERE.get(mode, "could not be")
     for rank in (0, 1):
         assert rank in errors, f"rank {rank} did not raise within {TIMEOUT + SLACK} s"
         assert errors[rank]["seconds"] <= TIMEOUT + SLACK

@@ -34,17 +34,17 @@ def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
     return nn.Sequential(nn.Linear(9, 130), nn.Tanh(), nn.Linear(130, 90), nn.Tanh(), nn.Linear(90, 4)).to(dtype)
 
 
-def ddp(model: nn.Module, **options: Any) -> Training:
+def ddp(model: nn.Module) -> Training:
     return Training(model, DistributedDataParallel(model), AdamW(model.parameters(), lr=1e-2))
 
 
-def default(model: nn.Module, **options: Any) -> Training:
+def default(model: nn.Module, rule: type[Optimizer] = AdamW, **options: Any) -> Training:
     wrapped = DistributedDataParallel(model)
-    return Training(model, wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), AdamW, lr=1e-2, **options))
+    return Training(model, wrapped, ZeroRedundancyOptimizer(wrapped.parameters(), rule, lr=1e-2, **options))
 
 
-def shard_gradients(model: nn.Module, **options: Any) -> Training:
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=1e-2, shard_gradients=True, **options)
+def shard_gradients(model: nn.Module, rule: type[Optimizer] = AdamW, **options: Any) -> Training:
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), rule, lr=1e-2, shard_gradients=True, **options)
     return Training(model, model, optimizer)
 
 
