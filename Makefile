@@ -9,9 +9,9 @@ DOCS   := .venv-docs
 NPROC  ?= 2
 ARGS   ?=
 # What needs no further packages: the others have suites of their own.
-OWN    := not optimizers and not frameworks and not package and not docs
+OWN    := not optimizers and not frameworks and not package and not docs and not hosts
 
-.PHONY: train test test-all test-optimizers test-frameworks test-package test-torch test-docs docs docs-serve lint format bench-core bench-step bench-checkpoint bench-compare clean
+.PHONY: train test test-all test-optimizers test-frameworks test-package test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-hosts bench-checkpoint bench-compare clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -56,6 +56,15 @@ $(VENV)/installed-package: $(VENV)/installed
 test-package: $(VENV)/installed-package
 	$(BIN)/python -m pytest tests/package -n 0 $(ARGS)
 
+# Several hosts, as namespaces of this machine (tests/hosts). It takes root, and two packages of the system, which are
+# installed if they are missing; whoever is not root sees the tests skipped. SHARDSTEP_HOSTS=required: then they fail.
+HOST_TOOLS := (command -v ip && command -v tc && command -v nsenter) > /dev/null || test "$$(id -u)" != 0 \
+	|| (apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends iproute2 util-linux)
+
+test-hosts: $(VENV)/installed
+	$(HOST_TOOLS)
+	$(BIN)/python -m pytest tests/hosts -n 2 --dist loadfile $(ARGS)
+
 # The suite with another torch, without the frameworks: make test-torch TORCH=2.9.1 PYTHON=python3.12. Every version has
 # an environment of its own (5-7 GB with its CUDA libraries); torch is named again so that nothing else changes it.
 $(OTHER)/installed: pyproject.toml
@@ -65,7 +74,7 @@ $(OTHER)/installed: pyproject.toml
 	touch $@
 
 test-torch: $(OTHER)/installed
-	$(OTHER)/bin/python -m pytest -m "not again and not optimizers and not docs" --ignore tests/frameworks --ignore tests/package $(ARGS)
+	$(OTHER)/bin/python -m pytest -m "not again and not optimizers and not docs" --ignore tests/frameworks --ignore tests/package --ignore tests/hosts $(ARGS)
 
 # The site, into site/. Sources are read, not imported, so its environment needs neither torch nor the package: only the
 # group "docs" (which pip knows since 25.1). The theme's notice about its future says nothing about a build.
@@ -109,6 +118,11 @@ $(RIVALS)/installed: pyproject.toml benchmarks/rivals.txt
 
 bench-step: $(RIVALS)/installed
 	$(RIVALS)/bin/python -m benchmarks.step $(ARGS)
+
+# Two hosts over 1 and 10 Gbit/s, as root (see test-hosts).
+bench-hosts: $(VENV)/installed
+	$(HOST_TOOLS)
+	$(BIN)/python -m benchmarks.hosts $(ARGS)
 
 bench-checkpoint: $(VENV)/installed
 	$(BIN)/python -m benchmarks.checkpoint $(ARGS)

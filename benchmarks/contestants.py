@@ -76,6 +76,12 @@ def ddp_zero(gpt: GPT, zero: Callable[..., Any], **options: Any) -> Contestant:
     return Contestant(gpt, model, optimizer.zero_grad, optimizer.step, optimizer=optimizer)
 
 
+def reduce_scattered(gpt: GPT) -> Contestant:
+    contestant = ddp_zero(gpt, shardstep.ZeroRedundancyOptimizer)
+    getattr(shardstep, "shard_ddp_gradients")(contestant.model, contestant.optimizer)  # noqa: B009
+    return contestant
+
+
 def sharded_gradients(gpt: GPT, **options: Any) -> Contestant:
     optimizer = shardstep.ZeroRedundancyOptimizer(gpt.parameters(), AdamW, shard_gradients=True, **options, **ADAMW)
     return Contestant(gpt, gpt, optimizer.zero_grad, optimizer.step, optimizer=optimizer)
@@ -124,6 +130,7 @@ TORCH_VIEWS = "DDP + torch ZeRO, bucket views"
 ZERO1 = "DDP + shardstep"
 ZERO2 = "shardstep, sharded gradients"
 ZERO2_VIEWS = "shardstep, sharded gradients, bucket views"
+REDUCE_SCATTER = "DDP + shardstep, reduce_scatter_hook"
 HOOK = "DDP + hook_with_zero_step"
 INTERLEAVED = "DDP + hook_with_zero_step_interleaved"
 DDP_VIEWS = "DDP, gradients as bucket views, + AdamW"
@@ -139,6 +146,7 @@ MAKERS: dict[str, Callable[[GPT], Contestant]] = {
     TORCH: partial(ddp_zero, zero=TorchZero),
     TORCH_VIEWS: partial(ddp_zero, zero=TorchZero, parameters_as_bucket_view=True),
     ZERO1: partial(ddp_zero, zero=shardstep.ZeroRedundancyOptimizer),
+    REDUCE_SCATTER: reduce_scattered,
     ZERO2: sharded_gradients,
     ZERO2_VIEWS: partial(sharded_gradients, parameters_as_bucket_view=True),
     HOOK: partial(hooked, name="hook_with_zero_step"),

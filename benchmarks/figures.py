@@ -39,11 +39,10 @@ def run_worker(module: str, ranks: int, *arguments: object, env: Mapping[str, st
         return json.loads(Path(file.name).read_text())
 
 
-def machine() -> str:
+def machine(network: str = "gloo over loopback") -> str:
     return (
         f"Machine: {os.cpu_count()} cores, {platform.processor() or platform.machine()}, Linux {platform.release()}; "
-        f"Python {platform.python_version()}, torch {torch.__version__}, gloo over loopback, one thread per rank, "
-        "CPU only."
+        f"Python {platform.python_version()}, torch {torch.__version__}, {network}, one thread per rank, CPU only."
     )
 
 

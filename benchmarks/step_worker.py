@@ -67,10 +67,11 @@ def everybodys(value: float) -> list[float]:
 # --- times --------------------------------------------------------------------------------------------------------
 
 
-def measure_times(template: GPT, names: list[str], rounds: int) -> dict:
+def measure_times(template: GPT, names: list[str], rounds: int, counter: Callable[[], int] = lambda: 0) -> dict:
     """Every contestant once per round, in another order every time, from barrier to barrier, each on the same batches.
 
     Before and after, their weights are compared with those of DDP + AdamW: nobody is timed doing something else.
+    ``counter``: of anything that an iteration may use, as of bytes; how much it advances is noted beside the times.
     """
     contestants: dict[str, Contestant] = {}
     failures: dict[str, str] = {}
@@ -89,10 +90,11 @@ def measure_times(template: GPT, names: list[str], rounds: int) -> dict:
         if not difference <= TOLERANCE:
             failures[name] = f"not timed: its weights differ from those of {DDP} by {difference:.2g}"
             del contestants[name]
-    times = alternate(contestants, rounds)
+    times, counts = alternate(contestants, rounds, counter)
     resident = sum(everybodys(_resident_megabytes()))
     return {
         "times": times,
+        "counts": counts,
         "failures": failures,
         "differences": {"at first": first, "at last": compare(contestants)},
         "tolerance": TOLERANCE,
@@ -110,18 +112,23 @@ def warmed_up(name: str, template: GPT) -> Contestant:
     return contestant
 
 
-def alternate(contestants: dict[str, Contestant], rounds: int) -> dict[str, list[float]]:
+def alternate(
+    contestants: dict[str, Contestant], rounds: int, counter: Callable[[], int]
+) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
+    """Of every contestant, round by round: ms, and how much the counter advanced."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
+    counts: dict[str, list[int]] = {name: [] for name in contestants}
     order = random.Random(0)  # the same on every rank
     for turn in range(rounds):
         batch = make_batch(dist.get_rank(), WARM_UP + turn)
         for name in order.sample(list(contestants), len(contestants)):
             dist.barrier()
-            start = time.perf_counter()
+            before, start = counter(), time.perf_counter()
             contestants[name].iterate(batch)
             dist.barrier()
             times[name].append((time.perf_counter() - start) * 1e3)
-    return times
+            counts[name].append(counter() - before)
+    return times, counts
 
 
 def compare(contestants: dict[str, Contestant]) -> dict[str, float]:

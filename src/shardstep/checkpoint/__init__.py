@@ -188,6 +188,9 @@ def resume(
     if adapted.group.world_size > 1:  # what rank 0 sees counts: file systems may differ for a moment
         found = collectives.move_json(adapted.group, found, 0, None)
     names, wrong = found
+    if not names and not wrong:  # another host may have a directory of its own there, with checkpoints in it
+        seen = "some" if any(directories.to_try(parent)) else "none"
+        adapted.consensus.check_equal("checkpoint.resume", [("directory", {"name": parent.name, "checkpoints": seen})])
     for name in names:
         try:
             found_extra = load(parent / name, optimizer, model, strict)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -38,6 +39,7 @@ class LoadJob:
         """
         consensus = self._adapted.consensus
         with consensus.reporting(CALL):
+            self._check_seen()
             checkpoint = Checkpoint(self._directory)
             form = self._targets(checkpoint)
             checkpoint.read_into(form)
@@ -51,6 +53,14 @@ class LoadJob:
             undo()
             raise
         return form.get(EXTRA) or {}
+
+    def _check_seen(self) -> None:
+        """CheckpointError if this host does not see the directory, which others may do."""
+        if self._adapted.group.world_size > 1 and not self._directory.exists():
+            raise CheckpointError(
+                f"{CALL} expects a directory that all ranks see, but {self._directory} does not exist on the host "
+                f"{platform.node()}. Check the path; several hosts need a file system that all of them share."
+            )
 
     def _load_model(self, form: Mapping[str, Any]) -> Callable[[], None]:
         """Load the model, if there is one on both sides. Return a function that undoes it."""

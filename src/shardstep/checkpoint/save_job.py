@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
 import secrets
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -88,7 +89,8 @@ class SaveJob:
         if not self._consensus.someone_was_absent:  # whoever failed has stopped writing, when all have come here
             with suppress(RuntimeError):
                 self._consensus.check_equal(f"{CALL} (undoing it)", [])
-        if self._group.rank == 0 and self._aside is not None:
+        # Hosts may have disks of their own, so every rank deletes. But if one is absent, rank 0 may still be writing.
+        if self._aside is not None and (self._group.rank == 0 or not self._consensus.someone_was_absent):
             directories.discard(self._aside)
 
     @contextmanager
@@ -142,6 +144,7 @@ class SaveJob:
         """Of what all ranks have written, one checkpoint. On rank 0."""
         assert self._aside is not None, "prepared"
         aside, parent = self._aside, self._directory.parent
+        self._check_seen(aside, [report["file"] for report in reports])
         metadata, files = merged_metadata.joined(reports, self._directory)
         path = aside / manifests.METADATA_NAME
         _write_durably(path, safe_metadata.dumps(metadata))
@@ -159,6 +162,17 @@ class SaveJob:
         directories.commit(aside, self._directory)
         if self._keep is not None:
             directories.prune(parent, self._keep, self._directory, self._claim.author)
+
+    def _check_seen(self, aside: Path, files: list[str]) -> None:
+        """CheckpointError if what other ranks have written is not here. ``files``: by rank."""
+        unseen = [rank for rank, name in enumerate(files) if not (aside / name).exists()]
+        if unseen:
+            ranks = ", ".join(map(str, unseen))
+            raise manifests.CheckpointError(
+                f"{CALL} expects a directory that all ranks see, but in {self._directory.parent} rank 0, on the host "
+                f"{platform.node()}, does not see what others have written (rank {ranks}). Several hosts need a file "
+                "system that all of them share."
+            )
 
 
 def _write_durably(path: Path, content: bytes) -> None:

@@ -1,0 +1,1 @@
+"""Several hosts, for real: see ``namespaces``. Run by ``make test-hosts``."""
