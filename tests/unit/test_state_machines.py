@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from shardstep.grads.bucket_part import parts_of
 from shardstep.grads.iteration import Iteration, IterationState, Round
+from shardstep.layout.specs import Bucket
 from shardstep.params.progress import Progress
 
 
