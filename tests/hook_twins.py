@@ -158,7 +158,7 @@ class HookTwins:
         hook: a key of ``HOOKS``.
         inner: the DDP hook that reduces; ``inner_state`` makes the state it is registered with.
         ddp: further arguments of DDP; ``zero``: of the sharded optimizer.
-        group: the process group of both.
+        group: the process group of both; ``zero`` may name another one for the optimizer.
         schedule: makes a learning rate scheduler for an optimizer; it steps after every iteration.
     """
 
@@ -190,8 +190,9 @@ class HookTwins:
         theirs.register_comm_hook(make_state(), inner)
         self.ours_buckets: list[int] = []  # how many buckets DDP handed over, by iteration
         ours = DistributedDataParallel(make(), **wrap)
+        arguments = {"process_group": group, **(zero or {}), **defaults}
         zero_optimizer = ZeroRedundancyOptimizer(
-            groups(ours.module), optimizer_class, group, overlap_with_ddp=True, **{**(zero or {}), **defaults}
+            groups(ours.module), optimizer_class, overlap_with_ddp=True, **arguments
         )
         self.ours = Side(ours, zero_optimizer)
         wrapped = HOOKS[hook](self._counting(inner), ours, zero_optimizer, shard_buckets)

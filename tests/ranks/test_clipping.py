@@ -599,3 +599,16 @@ def wrong_norms(rank: int, world: int) -> None:
 
 def test_norms_that_are_none_are_refused_before_anything_is_sent():
     run_ranks(wrong_norms, 2, timeout=60, pg_timeout=20)
+
+
+def listed_twice(rank: int, world: int) -> None:
+    param = nn.Parameter(torch.tensor([3.0, 4.0]))
+    with pytest.warns(UserWarning, match="duplicate"):
+        opt = ZeroRedundancyOptimizer([param, param], SGD, lr=0.1)
+    param.grad = torch.tensor([3.0, 4.0])
+    assert opt.clip_grad_norm_(1.0).item() == 5
+    torch.testing.assert_close(param.grad, torch.tensor([0.6, 0.8]))
+
+
+def test_a_parameter_that_is_listed_twice_counts_and_is_scaled_once():
+    run_ranks(listed_twice, 1)
