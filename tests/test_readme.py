@@ -78,7 +78,7 @@ SECTIONS = [
     "Status",
     "Install",
     "Example",
-    "Three ways for gradients to arrive",
+    "Four ways for gradients to arrive",
     "Memory",
     "When to use something else",
 ]

@@ -32,20 +32,26 @@ class CheckedGather:
 
         RuntimeError, which names the ranks that did not ask, if some did not.
         """
-        return self.gather_rows(what, value.view(1)).reshape(-1)
+        if self._group.world_size == 1:
+            return value.view(1)
+        if value.device.type != "cpu":
+            return self._gather(what, value.view(1)).view(-1)
+        purpose = torch.tensor(zlib.crc32(what.encode()), dtype=torch.float64)
+        rows = self._gather(what, torch.stack([purpose, value.double()]))
+        if (rows[:, 0] != purpose).any():
+            self._consensus.check_equal("reading a sharded gradient", [("call", {"read": what})])
+        return rows[:, 1].to(value.dtype)
 
     def gather_rows(self, what: str, row: Tensor) -> Tensor:
         """Like ``gather``, but with several values each: everybody's ``row`` (1D), stacked by rank."""
         if self._group.world_size == 1:
             return row.unsqueeze(0)
-        checked = row.device.type == "cpu"
-        purpose = torch.tensor([float(zlib.crc32(what.encode()))], dtype=torch.float64)
+        if row.device.type == "cpu":  # rows of different lengths must not meet: gloo ends the process
+            self.gather(what, row.new_zeros(()))
+        return self._gather(what, row)
+
+    def _gather(self, what: str, row: Tensor) -> Tensor:
         try:
-            rows = collectives.all_gather_rows(self._group, torch.cat([purpose, row.double()]) if checked else row)
+            return collectives.all_gather_rows(self._group, row)
         except RuntimeError as error:
             raise RuntimeError(self._consensus.explain_absence(what, error)) from error
-        if not checked:
-            return rows
-        if (rows[:, 0] != purpose).any():
-            self._consensus.check_equal("reading a sharded gradient", [("call", {"read": what})])
-        return rows[:, 1:].to(row.dtype)

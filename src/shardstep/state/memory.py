@@ -16,7 +16,8 @@ class MemoryReport(NamedTuple):
 
     Attributes:
         parameters: of the model, which every rank has whole.
-        gradients: those in ``param.grad``; with ``shard_gradients`` this rank's share.
+        gradients: those in ``param.grad``; with ``shard_gradients`` this rank's share; with ``shard_ddp_gradients``
+            that and DDP's buckets.
         state: of the local optimizer.
     """
 

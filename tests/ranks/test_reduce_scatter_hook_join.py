@@ -1,0 +1,161 @@
+"""Uneven inputs under DDP with sharded gradients. Oracle: DDP in its own Join with the plain optimizer, float64.
+
+The tolerance is that of ``tests/sharded_ddp_twins.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, AdamW
+from torch.optim.lr_scheduler import ExponentialLR
+
+from shardstep import ZeroRedundancyOptimizer, shard_ddp_gradients
+from tests.harness import run_ranks
+from tests.hook_twins import BOTH, HOOKS, SMALL_CAP, Side, Tangled, all_params, batch_of
+from tests.oracle import error_of
+from tests.ranks.test_reduce_scatter_hook_models import Normed
+from tests.sharded_ddp_twins import CLOSE, ShardedTwins
+from tests.twins import assert_same as assert_close
+
+UNEVEN = {1: [3], 2: [2, 5], 3: [4, 0, 6], 4: [5, 8, 6, 7]}
+Loop = Callable[[Side, torch.Tensor, bool], None]  # one iteration of a side with a batch; of ours?
+
+
+def fit(twins: ShardedTwins, loop: Loop, gamma: float = 1.0, **join: Any) -> None:
+    """``gamma``: by which a scheduler changes the learning rate, on ranks with inputs."""
+    counts = UNEVEN[torch.distributed.get_world_size()]
+    for ours, side in enumerate((twins.theirs, twins.ours)):
+        scheduler = ExponentialLR(side.optimizer, gamma=gamma)
+        with Join([side.ddp, side.optimizer] if ours else [side.ddp], **join):
+            for iteration in range(counts[twins.rank]):
+                loop(side, batch_of(twins.rank, iteration), bool(ours))
+                scheduler.step()
+    twins.check_weights()
+    buffers = twins.each(lambda side: [buffer.clone() for buffer in side.ddp.buffers()])
+    assert_close(buffers[1], buffers[0], "running statistics", CLOSE)
+    twins.ours.optimizer.check_replicas()
+
+
+def plainly(side: Side, batch: torch.Tensor, ours: bool) -> None:
+    side.optimizer.zero_grad()
+    side.backward(batch)
+    side.optimizer.step()
+
+
+def clipped(side: Side, batch: torch.Tensor, ours: bool) -> None:
+    """(The norm of one gradient is refused in a Join context: ranks without inputs are not asked.)"""
+    side.optimizer.zero_grad()
+    side.backward(batch)
+    if ours:
+        side.optimizer.clip_grad_norm_(0.1)
+    else:
+        nn.utils.clip_grad_norm_(side.ddp.parameters(), 0.1)
+    side.optimizer.step()
+
+
+def uneven(rank: int, world: int, by_initial: bool, as_view: bool, unused: bool, hook: str) -> None:
+    ddp = {"gradient_as_bucket_view": as_view, "find_unused_parameters": unused}
+    for loop in (plainly,) if hook else (plainly, clipped):
+        twins = ShardedTwins.make(AdamW, make=Normed, groups=all_params, ddp=ddp, hook=hook, lr=0.05)
+        twins.name = f"{loop.__name__} {by_initial=} {ddp} {hook}"
+        # (A stepping hook steps with the options of its own rank, as around every other hook.)
+        fit(twins, loop, gamma=1.0 if hook else 0.8, divide_by_initial_world_size=by_initial)
+
+
+@pytest.mark.parametrize("hook", ["", *HOOKS])
+@pytest.mark.parametrize("unused", BOTH)
+@pytest.mark.parametrize("as_view", BOTH)
+@pytest.mark.parametrize("by_initial", BOTH)
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_uneven_inputs_end_in_the_weights_and_buffers_of_ddps_join(world, by_initial, as_view, unused, hook):
+    """Ranks without a batch from the start, ranks that run out; a scheduler, which only ranks with inputs step."""
+    run_ranks(uneven, world, by_initial, as_view, unused, hook)
+
+
+def two_of_them(rank: int, world: int) -> None:
+    """A rank without inputs takes part in the reductions of both optimizers, in the order of the others."""
+    models = []
+    for ours in BOTH:
+        ddp = DistributedDataParallel(Tangled(), bucket_cap_mb=SMALL_CAP)
+        parts = [list(ddp.parameters())[:5], list(ddp.parameters())[5:8]]  # the rest is all-reduced
+        if ours:
+            optimizers: list[Any] = [ZeroRedundancyOptimizer(part, AdamW, bucket_cap_mb=0.001) for part in parts]
+            shard_ddp_gradients(ddp, *optimizers)
+        else:
+            optimizers = [AdamW(part) for part in parts]
+        with Join([ddp, *optimizers] if ours else [ddp], divide_by_initial_world_size=False):
+            for iteration in range(UNEVEN[world][rank]):
+                ddp.zero_grad()
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+                ddp(batch_of(rank, iteration)).square().mean().backward()
+                for optimizer in optimizers:
+                    optimizer.step()
+        models.append([param.detach() for param in ddp.parameters()])
+    assert_close(models[1], models[0], "two optimizers", CLOSE)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_two_optimizers_and_parameters_of_none_in_one_join(world):
+    run_ranks(two_of_them, world)
+
+
+def scaled(side: Side, batch: torch.Tensor, scaler: torch.amp.GradScaler) -> None:
+    side.optimizer.zero_grad()
+    scaler.scale(side.ddp(batch).square().mean()).backward()
+    scaler.unscale_(side.optimizer)
+    scaler.step(side.optimizer)
+    scaler.update()
+
+
+def scaler_in_join(rank: int, world: int) -> None:
+    twins = ShardedTwins.make(AdamW, groups=all_params, lr=0.05)
+    scalers = {id(side): torch.amp.GradScaler("cpu", init_scale=4.0) for side in (twins.theirs, twins.ours)}
+    fit(twins, lambda side, batch, ours: scaled(side, batch, scalers[id(side)]))
+
+
+def test_grad_scaler_in_a_join_context():
+    run_ranks(scaler_in_join, 3)
+
+
+def after_and_again(rank: int, world: int) -> None:
+    """After a Join context all ranks train on, and in another one.
+
+    (Without state: in the oracle a rank that had no inputs has missed steps of its own plain optimizer.)
+    """
+    twins = ShardedTwins.make(SGD, groups=all_params, lr=0.05)
+    for _ in range(2):
+        fit(twins, plainly)
+        for _ in range(2):
+            twins.zero_grad()
+            twins.backward()
+            twins.clip(0.3)
+            twins.step()
+            twins.check_weights()
+
+
+def test_training_goes_on_after_a_join_context_and_in_another_one():
+    run_ranks(after_and_again, 3)
+
+
+def without_the_optimizer(rank: int, world: int) -> str:
+    side = ShardedTwins.make(AdamW, groups=all_params, lr=0.05).ours
+
+    def train() -> None:
+        with Join([side.ddp]):
+            for iteration in range(1 + rank):
+                plainly(side, batch_of(rank, iteration), True)
+
+    return str(error_of(train, "DDP alone in a Join context"))
+
+
+def test_an_optimizer_that_is_not_in_the_join_context_is_missed():
+    told = run_ranks(without_the_optimizer, 2, pg_timeout=3, fresh=True)
+    assert "Use Join([ddp, optimizer])" in told[0]
