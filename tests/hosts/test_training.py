@@ -95,20 +95,9 @@ def test_another_run_of_the_same_arrangement_has_the_same_bits(results: Results,
         assert_same(one["modes"][mode], other["modes"][mode], mode)
 
 
-# The order of the ranks is that of the hosts if only the first one has several ranks. (In bfloat16 these sums are exact
-# in float32, in any order: there the test is about where they are rounded.)
-SAME_IN_RANK_ORDER = ("3+1", "1+1")
-IN_RANK_ORDER = pytest.mark.xfail(strict=True, reason="sums are in the order of ranks, not yet in that of hosts")
-SUMS = [
-    pytest.param(layout, dtype, marks=IN_RANK_ORDER if differs else [])
-    for layout in LAYOUTS
-    for dtype in training_worker.DTYPES
-    for differs in [dtype == "float64" and layout not in SAME_IN_RANK_ORDER]
-]
-
-
 @pytest.mark.parametrize("mode", SUMMED)
-@pytest.mark.parametrize(("layout", "dtype"), SUMS)
+@pytest.mark.parametrize("dtype", training_worker.DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_are_summed_within_hosts_first_and_then_by_lowest_rank(
     results: Results, layout: str, dtype: str, mode: str
 ) -> None:

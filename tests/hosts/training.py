@@ -50,16 +50,17 @@ def shard_gradients(model: nn.Module, rule: type[Optimizer] = AdamW, **options: 
 
 def reduce_scatter_hook(model: nn.Module, **options: Any) -> Training:
     training = default(model, **options)
-    shardstep.shard_ddp_gradients(training.forward, training.optimizer)  # type: ignore[attr-defined]
+    shardstep.shard_ddp_gradients(training.forward, training.optimizer)
     return training
 
 
 # Every mode of ours: to test another one on several hosts, add it here, and to SUMMED if shardstep sums its gradients.
-MODES: dict[str, Callable[..., Training]] = {"default": default, "shard_gradients": shard_gradients}
-SUMMED = ["shard_gradients"]
-if hasattr(shardstep, "shard_ddp_gradients"):
-    MODES["reduce_scatter_hook"] = reduce_scatter_hook
-    SUMMED.append("reduce_scatter_hook")
+MODES: dict[str, Callable[..., Training]] = {
+    "default": default,
+    "shard_gradients": shard_gradients,
+    "reduce_scatter_hook": reduce_scatter_hook,
+}
+SUMMED = ["shard_gradients", "reduce_scatter_hook"]
 
 
 class Variant(NamedTuple):

@@ -17,9 +17,13 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardstep.comm.process_group import Group, rank_numbers
+from shardstep.comm.store_watch import StoreWatch
 
 # Seconds within which ranks that are in the same collective see it fail.
 _SAME_TIME = 2.0
+_STORE_IS_LOST = (
+    " The store of the process group, on the host of its first rank, does not answer: that host may be gone."
+)
 
 # What a rank states: in order, a subject ("parameter 3 ('head.weight')") and its fields.
 Facts = Sequence[tuple[str, Mapping[str, str]]]
@@ -58,6 +62,7 @@ class RankConsensus:
         self._note = self._reason = ""  # why the next, and the current, comparison is made
         self.someone_was_absent = False  # at the last comparison
         self._kind = kind
+        self._watch = StoreWatch(3 * _SAME_TIME)  # for calls after a failure, which may be that of the store's host
 
     def settle(self) -> None:
         """Fix which consensus this is, by how many were opened before: for one that another thread will use."""
@@ -133,11 +138,12 @@ class RankConsensus:
             return
         kind = type(error).__name__
         text = f"{kind}: {error}"
-        try:
+
+        def report() -> None:
             self._enter(call, {"error": text, "kind": kind})
             self._publish({"failed": [self.group.rank, call, text, kind]})
-        except RuntimeError:  # the store is gone with its host: ``error`` is what the user must see, not this
-            return
+
+        self._watch.ask(report)  # no answer: ``error`` is what the user must see, not this
 
     def explain(self, but: str = "") -> str:
         """Where the other ranks are, if the store knows: for the message of a collective that failed.
@@ -164,11 +170,10 @@ class RankConsensus:
 
         Everybody who was fails as well, at nearly the same time, and leaves a word on the store.
         """
-        try:
-            absent = self._absent_from(call)
-            meanwhile = self.explain()
-        except RuntimeError:  # the store is gone with its host: the first error is all there is to tell
-            return f"{call} failed: {error}"
+        answer = self._watch.ask(lambda: (self._absent_from(call), self.explain()))
+        if answer is None:  # the first error is all there is to tell
+            return f"{call} failed: {error}.{_STORE_IS_LOST}"
+        absent, meanwhile = answer
         if not absent:
             return f"{call} failed, on every rank: {error}"
         return (
@@ -195,13 +200,12 @@ class RankConsensus:
         With ``call``: if nobody has said anything, who was not in it. Everybody who was fails as well. ``among``: the
         ranks that it is a collective of, if not all.
         """
-        try:
-            where = self.explain(but=call)
-            if where:
-                return f" Meanwhile {where}."
-            absent = self._absent_from(call, among) if call else []
-        except RuntimeError:  # the store is gone with its host: the first error is all there is to tell
-            return ""
+        where = self._watch.ask(lambda: self.explain(but=call))
+        if where:
+            return f" Meanwhile {where}."
+        absent = self._watch.ask(lambda: self._absent_from(call, among)) if call else []
+        if self._watch.is_lost:  # the first error is all there is to tell
+            return _STORE_IS_LOST
         return f" It expects all ranks, but {self.group.names_of(absent)} did not come to it." if absent else ""
 
     @contextmanager
