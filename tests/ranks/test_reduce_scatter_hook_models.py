@@ -146,11 +146,7 @@ class Normed(nn.Module):
 
 def batch_norm(rank: int, world: int) -> None:
     twins = ShardedTwins.make(AdamW, make=Normed, groups=all_params, lr=0.05)
-    for _ in range(4):
-        twins.zero_grad()
-        twins.backward()
-        twins.step()
-        twins.check_weights()
+    twins.train(4)
     buffers = twins.each(lambda side: [buffer.clone() for buffer in side.ddp.buffers()])
     assert_close(buffers[1], buffers[0], "running statistics", CLOSE)
 
@@ -184,10 +180,7 @@ def test_a_closure_may_compute_the_gradients():
 def lazily(rank: int, world: int) -> None:
     for views in BOTH:
         twins = ShardedTwins.make(AdamW, zero={"lazy_gather": True, "parameters_as_bucket_view": views}, lr=0.05)
-        for _ in range(4):
-            twins.zero_grad()
-            twins.backward()
-            twins.step()
+        twins.train(4)
         twins.ours.optimizer.wait_for_parameters()
         twins.check_weights()
         twins.check_state()
@@ -271,10 +264,7 @@ def wrapped_anew(rank: int, world: int) -> None:
         module.layers[0].requires_grad_(False)
     theirs, ours = plain(modules[0], AdamW, lr=0.05), sharded(modules[1], AdamW, lr=0.05)
     twins = ShardedTwins(theirs, ours, name="frozen")
-    for _ in range(2):
-        twins.zero_grad()
-        twins.backward()
-        twins.step()
+    twins.train(2)
     optimizers = [theirs.optimizer, ours.optimizer]
     del theirs, ours, twins
     gc.collect()
@@ -397,3 +387,39 @@ def test_a_batch_that_fails_in_forward_on_all_ranks_is_skipped(first):
 def test_a_batch_that_fails_in_forward_on_one_rank_is_skipped_on_all():
     """The others come back from their backward after a moment. (Plain DDP would wait for good.)"""
     run_ranks(skipped, 3, [1], False)
+
+
+# --- other backends, other groups -------------------------------------------------------------------------------------
+
+
+def as_on_an_accelerator(rank: int, world: int, hook: str) -> None:
+    """The reductions and gathers of other backends than gloo, run on gloo. There nothing is told with a bucket."""
+    collectives.sends_pairwise = lambda group, device: False
+    for unused in BOTH:
+        ddp = {"find_unused_parameters": unused}
+        twins = ShardedTwins.make(AdamW, ddp=ddp, hook=hook, lr=0.05, weight_decay=0.3)
+        for iteration in range(4):
+            twins.zero_grad()
+            twins.backward(**({"skip": [2, iteration % 2] if rank == 0 else [2]} if unused else {}))
+            twins.check_gradients()
+            twins.step()
+            twins.check_weights()
+
+
+@pytest.mark.parametrize("hook", ["", "interleaved"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_native_reductions_equal_ddp(world, hook):
+    run_ranks(as_on_an_accelerator, world, hook)
+
+
+def in_a_subgroup(rank: int, world: int) -> None:
+    group = dist.new_group([0, 2])
+    if rank != 1:
+        for hook in ("", "interleaved"):
+            twins = ShardedTwins.make(AdamW, group=group, hook=hook, lr=0.05)
+            twins.train(3)
+            twins.check_state()
+
+
+def test_a_process_group_of_some_ranks():
+    run_ranks(in_a_subgroup, 3)
