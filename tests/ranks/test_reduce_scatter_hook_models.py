@@ -26,7 +26,7 @@ from shardstep.comm import collectives
 from shardstep.grads import scheduler
 from tests.harness import run_ranks
 from tests.hook_twins import BOTH, SMALL_CAP, WIDTH, Chain, Side, Tangled, all_params, batch_of
-from tests.oracle import assert_same, error_of
+from tests.oracle import assert_same, error_of, values_of
 from tests.sharded_ddp_twins import CLOSE, ShardedTwins, plain, sharded
 from tests.surroundings import choose
 from tests.twins import assert_same as assert_close
@@ -301,6 +301,24 @@ def held(rank: int, world: int) -> None:
 
 def test_memory_tells_of_ddps_buckets_and_copies_are_refused():
     run_ranks(held, 2)
+
+
+def models_as_they_were(rank: int, world: int) -> None:
+    """An average of the weights is a copy of the module; a program may save the module whole."""
+    for as_view in BOTH:
+        side = sharded(Tangled(), AdamW, ddp={"gradient_as_bucket_view": as_view}, lr=0.05)
+        side.optimizer.zero_grad()
+        copies = [copy.deepcopy(side.ddp.module), pickle.loads(pickle.dumps(side.ddp.module))]
+        side.backward(batch_of(rank, 0))
+        side.optimizer.step()
+        for copied in copies:
+            assert_same(values_of(copied.parameters()), values_of(Tangled().parameters()), f"{as_view}")
+            copied(batch_of(rank, 0)).sum().backward()
+            assert {type(param.grad) for param in copied.parameters()} == {Tensor}
+
+
+def test_the_module_can_still_be_copied_and_saved_whole():
+    run_ranks(models_as_they_were, 2)
 
 
 def volume(rank: int, world: int) -> dict[str, int]:
