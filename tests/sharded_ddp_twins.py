@@ -96,11 +96,12 @@ class ShardedTwins:
         hook: str = "",
         oracle: Callable[[Any, Any], Any] | None = None,
         schedule: Callable[[Any], Any] | None = None,
+        group: Any = None,
         **defaults: Any,
     ) -> ShardedTwins:
         """``oracle``: a hook for the other side, which else is DDP as it is."""
-        theirs = plain(make(), optimizer_class, groups, ddp, oracle, **defaults)
-        ours = sharded(make(), optimizer_class, groups, ddp, zero, hook, **defaults)
+        theirs = plain(make(), optimizer_class, groups, ddp, oracle, group=group, **defaults)
+        ours = sharded(make(), optimizer_class, groups, ddp, zero, hook, group=group, **defaults)
         return cls(theirs, ours, schedule, f"{optimizer_class.__name__} {ddp} {zero} {hook}")
 
     def each(self, do: Callable[[Side], Any]) -> list[Any]:
@@ -131,6 +132,16 @@ class ShardedTwins:
             scheduler.step()
         self.iteration += 1
 
+    def train(self, count: int, close: tuple[float, float] | None = CLOSE, clip: float | None = None) -> None:
+        """Iterations as in every program; the weights are compared after each."""
+        for _ in range(count):
+            self.zero_grad()
+            self.backward()
+            if clip is not None:
+                self.clip(clip)
+            self.step()
+            self.check_weights(close)
+
     def check_weights(self, close: tuple[float, float] | None = CLOSE) -> None:
         claim = f"{self.name}, iteration {self.iteration}"
         assert_close(self.ours.weights(), self.theirs.weights(), claim, close)
@@ -155,7 +166,7 @@ class ShardedTwins:
     def check_state(self, close: tuple[float, float] | None = CLOSE) -> None:
         """Collective: the consolidated state dict on rank 0."""
         self.ours.optimizer.consolidate_state_dict(to=0)
-        if self.rank == 0:
+        if self.ours.optimizer.rank == 0:
             state = self.ours.optimizer.state_dict()["state"]
             assert_close(state, self.theirs.optimizer.state_dict()["state"], f"{self.name}: state", close)
         self.ours.optimizer.check_replicas()

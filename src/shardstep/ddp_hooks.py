@@ -110,7 +110,7 @@ class _SteppingHook:
                 "parameters_as_bucket_view made some contiguous. Drop it, or call model.to(memory_format="
                 "torch.contiguous_format) before DDP."
             )
-        self._usage = _usage(ddp, sharded)
+        self._usage: ParameterUsage | None = None
         self._source = self._connect(ddp)
         self._step: Step | None = None
         self._queue: deque[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = deque()  # reduced or about to be
@@ -119,6 +119,7 @@ class _SteppingHook:
         """The source of gradients that this hook feeds."""
         source = self._engine.source
         assert isinstance(source, DdpBucketGradients)
+        self._usage = _usage(ddp, self._engine.sharded)
         source.attach(self._usage)
         return source
 
@@ -183,10 +184,11 @@ class _ScatteringHook(_SteppingHook):
     """Around ``reduce_scatter_hook``: what is stepped are the shards that it has reduced."""
 
     def _connect(self, ddp: DistributedDataParallel) -> DdpReducedGradients:
-        feed = connect_stepping_hook(self.name, ddp, self._zero, self._usage)
+        feed = connect_stepping_hook(self.name, ddp, self._zero)
         self._hook = lambda state, bucket: feed.take(bucket)  # whatever DDP's state is
         source = self._engine.source
         assert isinstance(source, DdpReducedGradients)
+        source.made()
         return source
 
     def _begin_gradients(self) -> None:

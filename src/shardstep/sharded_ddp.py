@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardstep.comm import process_group
 from shardstep.comm.collectives import GradBucket
-from shardstep.grads.ddp_buckets import DdpBucketGradients, HookState, ParameterUsage
+from shardstep.grads.ddp_buckets import DdpBucketGradients
 from shardstep.grads.ddp_feed import DdpFeed
 from shardstep.grads.ddp_reduced import DdpReducedGradients
 from shardstep.grads.reduced_gradients import ReducedGradients
@@ -73,12 +73,10 @@ def reduce_scatter_hook(
     return feed.take(bucket)
 
 
-def connect_stepping_hook(
-    call: str, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer, usage: ParameterUsage | None
-) -> DdpFeed:
+def connect_stepping_hook(call: str, ddp: DistributedDataParallel, zero: ZeroRedundancyOptimizer) -> DdpFeed:
     """Collective. Feed an optimizer that steps inside backward. No part of the API: for ``ddp_hooks.py``."""
     _check(call, [zero], ddp, steps=True)
-    return _connect([zero], ddp, usage, HookState.MADE)
+    return _connect([zero], ddp)
 
 
 def _optimizers_of(call: str, given: Sequence[Any]) -> list[ZeroRedundancyOptimizer]:
@@ -101,18 +99,13 @@ def _feed_of(optimizers: Sequence[ZeroRedundancyOptimizer]) -> DdpFeed | None:
     return feed if not feeds and isinstance(feed, DdpFeed) and not feed.is_orphaned else None
 
 
-def _connect(
-    optimizers: Sequence[ZeroRedundancyOptimizer],
-    ddp: DistributedDataParallel | None,
-    usage: ParameterUsage | None = None,
-    hook: HookState = HookState.NONE,
-) -> DdpFeed:
+def _connect(optimizers: Sequence[ZeroRedundancyOptimizer], ddp: DistributedDataParallel | None) -> DdpFeed:
     """Collective. From now on the gradients of these optimizers come from DDP's hook."""
-    members = []
+    members, find_unused = [], ddp is None or ddp.find_unused_parameters or ddp.static_graph
     for optimizer in optimizers:
         engine, source = optimizer.engine, optimizer.engine.source
         if not isinstance(source, DdpReducedGradients):  # (else the model was wrapped anew)
-            source = DdpReducedGradients(engine.sharded, engine.consensus, optimizer.attendance, usage, hook)
+            source = DdpReducedGradients(engine.sharded, engine.consensus, optimizer.attendance, find_unused)
             source.extend()
             engine.take_gradients_from(source)
         members.append((source, engine.sharded))

@@ -79,10 +79,7 @@ def rebuilt_buckets(rank: int, world: int) -> None:
         return in_rank_order(state, bucket)
 
     twins = ShardedTwins.make(torch.optim.SGD, oracle=counting, lr=0.1)
-    for _ in range(3):
-        twins.zero_grad()
-        twins.backward()
-        twins.step()
+    twins.train(3)
     assert numbers[0] != numbers[1] == numbers[2]
 
 
@@ -105,11 +102,7 @@ def trained_weights(rank: int, world: int, caps: tuple[float, float], shard: str
 def bits(rank: int, world: int) -> None:
     """Against DDP with a hook that adds up in rank order, and across sizes of our buckets, DDP's, and runs."""
     twins = ShardedTwins.make(torch.optim.AdamW, oracle=in_rank_order, lr=0.05)
-    for _ in range(4):
-        twins.zero_grad()
-        twins.backward()
-        twins.step()
-        twins.check_weights(close=None)
+    twins.train(4, close=None)
     twins.check_state(close=None)
     expected = twins.theirs.weights()
     for caps in ((0.0005, 0.002), (25, 0.002), (0.002, 25), (0.002, 0.0005), (0.002, 0.002)):
@@ -126,11 +119,7 @@ def bare_hook(rank: int, world: int) -> None:
     one = sharded(Tangled(), torch.optim.AdamW, lr=0.05)
     other = sharded(Tangled(), torch.optim.AdamW, bare=True, lr=0.05)
     twins = ShardedTwins(one, other, name="the bare hook")
-    for _ in range(3):
-        twins.zero_grad()
-        twins.backward()
-        twins.step()
-    twins.check_weights(close=None)
+    twins.train(3, close=None)
 
 
 def test_the_hook_that_is_registered_by_hand_does_the_same():

@@ -26,7 +26,7 @@ from shardstep.comm import collectives
 from shardstep.grads import scheduler
 from tests.harness import run_ranks
 from tests.hook_twins import BOTH, SMALL_CAP, WIDTH, Chain, Side, Tangled, all_params, batch_of
-from tests.oracle import assert_same, error_of
+from tests.oracle import assert_same, error_of, values_of
 from tests.sharded_ddp_twins import CLOSE, ShardedTwins, plain, sharded
 from tests.surroundings import choose
 from tests.twins import assert_same as assert_close
@@ -146,11 +146,7 @@ class Normed(nn.Module):
 
 def batch_norm(rank: int, world: int) -> None:
     twins = ShardedTwins.make(AdamW, make=Normed, groups=all_params, lr=0.05)
-    for _ in range(4):
-        twins.zero_grad()
-        twins.backward()
-        twins.step()
-        twins.check_weights()
+    twins.train(4)
     buffers = twins.each(lambda side: [buffer.clone() for buffer in side.ddp.buffers()])
     assert_close(buffers[1], buffers[0], "running statistics", CLOSE)
 
@@ -184,10 +180,7 @@ def test_a_closure_may_compute_the_gradients():
 def lazily(rank: int, world: int) -> None:
     for views in BOTH:
         twins = ShardedTwins.make(AdamW, zero={"lazy_gather": True, "parameters_as_bucket_view": views}, lr=0.05)
-        for _ in range(4):
-            twins.zero_grad()
-            twins.backward()
-            twins.step()
+        twins.train(4)
         twins.ours.optimizer.wait_for_parameters()
         twins.check_weights()
         twins.check_state()
@@ -271,10 +264,7 @@ def wrapped_anew(rank: int, world: int) -> None:
         module.layers[0].requires_grad_(False)
     theirs, ours = plain(modules[0], AdamW, lr=0.05), sharded(modules[1], AdamW, lr=0.05)
     twins = ShardedTwins(theirs, ours, name="frozen")
-    for _ in range(2):
-        twins.zero_grad()
-        twins.backward()
-        twins.step()
+    twins.train(2)
     optimizers = [theirs.optimizer, ours.optimizer]
     del theirs, ours, twins
     gc.collect()
@@ -311,6 +301,24 @@ def held(rank: int, world: int) -> None:
 
 def test_memory_tells_of_ddps_buckets_and_copies_are_refused():
     run_ranks(held, 2)
+
+
+def models_as_they_were(rank: int, world: int) -> None:
+    """An average of the weights is a copy of the module; a program may save the module whole."""
+    for as_view in BOTH:
+        side = sharded(Tangled(), AdamW, ddp={"gradient_as_bucket_view": as_view}, lr=0.05)
+        side.optimizer.zero_grad()
+        copies = [copy.deepcopy(side.ddp.module), pickle.loads(pickle.dumps(side.ddp.module))]
+        side.backward(batch_of(rank, 0))
+        side.optimizer.step()
+        for copied in copies:
+            assert_same(values_of(copied.parameters()), values_of(Tangled().parameters()), f"{as_view}")
+            copied(batch_of(rank, 0)).sum().backward()
+            assert {type(param.grad) for param in copied.parameters()} == {Tensor}
+
+
+def test_the_module_can_still_be_copied_and_saved_whole():
+    run_ranks(models_as_they_were, 2)
 
 
 def volume(rank: int, world: int) -> dict[str, int]:
@@ -397,3 +405,39 @@ def test_a_batch_that_fails_in_forward_on_all_ranks_is_skipped(first):
 def test_a_batch_that_fails_in_forward_on_one_rank_is_skipped_on_all():
     """The others come back from their backward after a moment. (Plain DDP would wait for good.)"""
     run_ranks(skipped, 3, [1], False)
+
+
+# --- other backends, other groups -------------------------------------------------------------------------------------
+
+
+def as_on_an_accelerator(rank: int, world: int, hook: str) -> None:
+    """The reductions and gathers of other backends than gloo, run on gloo. There nothing is told with a bucket."""
+    collectives.sends_pairwise = lambda group, device: False
+    for unused in BOTH:
+        ddp = {"find_unused_parameters": unused}
+        twins = ShardedTwins.make(AdamW, ddp=ddp, hook=hook, lr=0.05, weight_decay=0.3)
+        for iteration in range(4):
+            twins.zero_grad()
+            twins.backward(**({"skip": [2, iteration % 2] if rank == 0 else [2]} if unused else {}))
+            twins.check_gradients()
+            twins.step()
+            twins.check_weights()
+
+
+@pytest.mark.parametrize("hook", ["", "interleaved"])
+@pytest.mark.parametrize("world", [2, 3])
+def test_native_reductions_equal_ddp(world, hook):
+    run_ranks(as_on_an_accelerator, world, hook)
+
+
+def in_a_subgroup(rank: int, world: int) -> None:
+    group = dist.new_group([0, 2])
+    if rank != 1:
+        for hook in ("", "interleaved"):
+            twins = ShardedTwins.make(AdamW, group=group, hook=hook, lr=0.05)
+            twins.train(3)
+            twins.check_state()
+
+
+def test_a_process_group_of_some_ranks():
+    run_ranks(in_a_subgroup, 3)

@@ -83,11 +83,7 @@ def many_buckets(rank: int, world: int, transport: str) -> None:
             lr=0.01,
         )
         assert len(twins.ours.optimizer.layout.buckets) == 24
-        for _ in range(6):
-            twins.zero_grad()
-            twins.backward()
-            twins.step()
-            twins.check_weights(close=None)
+        twins.train(6, close=None)
         twins.check_state(close=None)
 
 

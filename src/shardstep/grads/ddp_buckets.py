@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from enum import Enum, auto
 from typing import Any
 
 from torch import Tensor
@@ -22,14 +21,9 @@ from shardstep.comm.collectives import GradBucket
 from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import Group, open_side_group
 from shardstep.grads.gradient_hooks import GradientHooks
+from shardstep.grads.hook_state import HookState, SteppedByHook
 from shardstep.grads.parameter_gradients import ParameterGradients
 from shardstep.params.sharded_parameters import ShardedParameters
-
-
-class HookState(Enum):
-    NONE = auto()  # no hook was made for the optimizer: ``step`` steps
-    MADE = auto()  # one was, but DDP has not called it: it may never be registered
-    CALLED = auto()  # the step is made in backward
 
 
 @dataclass
@@ -41,24 +35,15 @@ class _Backward:
     missing: dict[int, set[int]]  # by bucket of ours: the parameters that DDP has not reduced yet
 
 
-class DdpBucketGradients(ParameterGradients):
+class DdpBucketGradients(SteppedByHook, ParameterGradients):
     """Before a hook was called, and outside of backward, ``param.grad``; within backward, DDP's buckets."""
 
     def __init__(self, sharded: ShardedParameters, consensus: RankConsensus) -> None:
         """Collective: gathers have a process group of their own, apart from DDP's reductions."""
         super().__init__(sharded, consensus)
         sharded.gather_through(open_side_group(sharded.group))
-        self._hook = HookState.NONE
         self._usages: list[ParameterUsage] = []  # of every hook that was made
         self._backward: _Backward | None = None
-
-    @property
-    def steps_in_backward(self) -> bool:  # type: ignore[override]
-        return self._hook is HookState.CALLED
-
-    @property
-    def may_step_in_backward(self) -> bool:  # type: ignore[override]
-        return self._hook is HookState.MADE
 
     @property
     def may_be_replaced(self) -> bool:  # type: ignore[override]
@@ -66,17 +51,10 @@ class DdpBucketGradients(ParameterGradients):
 
     def attach(self, usage: ParameterUsage | None) -> None:
         """A hook was made. ``usage``: finds out which parameters are used, if some may not be."""
-        if self._hook is HookState.NONE:
-            self._hook = HookState.MADE
+        self.made()
         if usage is not None:
             self._usages.append(usage)
         self.extend()
-
-    def called(self) -> None:
-        """DDP has called the hook. Only now: one that was never registered must not stop ``step``."""
-        if self._hook is HookState.NONE:
-            raise AssertionError("a hook that was not made cannot be called")
-        self._hook = HookState.CALLED
 
     def begin(self) -> None:
         """A backward has begun, and a step in it."""
@@ -153,14 +131,6 @@ class DdpBucketGradients(ParameterGradients):
         for usage in self._usages:
             usage.extend()
 
-    def clip(self, params: Sequence[Tensor], max_norm: float, order: float, error_if_nonfinite: bool) -> Tensor:
-        if self._hook is not HookState.NONE:
-            raise RuntimeError(
-                "clip_grad_norm_ expects gradients that were not used yet, but with a DDP hook the step is made during "
-                "backward. Drop overlap_with_ddp to clip."
-            )
-        return super().clip(params, max_norm, order, error_if_nonfinite)
-
     def check_copyable(self) -> None:
         if self._hook is not HookState.NONE:
             raise RuntimeError(
@@ -196,10 +166,6 @@ class ParameterUsage:
 
     def _note(self, index: int, param: Tensor) -> None:
         self._here.add(index)
-
-    def is_used_here(self, index: int) -> bool:
-        """Whether a parameter was used on this rank."""
-        return index in self._here
 
     def forget(self) -> None:
         """The iteration is over."""

@@ -52,9 +52,10 @@ class DdpFeed:
         self._sources = [weakref.ref(source) for source, _ in members]  # who keep this object
         self._index_of = [sharded.index_of for _, sharded in members]
         self._contents: dict[int, _Contents] = {}  # of DDP's buckets, by their number
-        if ddp is not None:  # inside of its own forward, which begins with rebuilding buckets
-            handle = ddp.module.register_forward_pre_hook(_calling(weakref.ref(self)))
-            weakref.finalize(self, handle.remove)
+        self._stop_watching: Callable[[], Any] | None = None
+        if ddp is not None and ddp.gradient_as_bucket_view:  # its own forward begins with rebuilding buckets
+            handle = ddp.module.register_forward_pre_hook(_ForwardHook(weakref.ref(self)))
+            self._stop_watching = weakref.finalize(self, handle.remove)
 
     @property
     def is_orphaned(self) -> bool:
@@ -62,6 +63,7 @@ class DdpFeed:
         return self._ddp is not None and self._ddp() is None
 
     def begin_forward(self) -> None:
+        """The module inside DDP is about to run."""
         for source in self._living_sources():
             source.begin_forward()
 
@@ -74,7 +76,7 @@ class DdpFeed:
         """Collective. Reduce a bucket: what optimizers have to their shards, the rest to where it is."""
         has_inputs = torch._C._current_graph_task_id() >= 0
         sources = self._living_sources()
-        contents = self._contents_of(bucket)
+        contents = self._contents_of(bucket) if has_inputs else self._look_into(bucket)
         if bucket.index() == 0:
             for source in sources:
                 source.begin(has_inputs)
@@ -124,7 +126,9 @@ class DdpFeed:
         known = self._contents.get(bucket.index())
         if known is not None and _is_same(known, buffer, params):
             return known
-        contents = self._look_into(bucket, buffer, params)
+        if known is not None and self._stop_watching is not None:  # it rebuilds them once
+            self._stop_watching()
+        contents = self._look_into(bucket)
         if all(param.dtype == buffer.dtype for param in params):  # else they are copies, of this time
             self._contents[bucket.index()] = contents
         if bucket.is_last():
@@ -132,7 +136,8 @@ class DdpFeed:
                 del self._contents[number]
         return contents
 
-    def _look_into(self, bucket: GradBucket, buffer: Tensor, params: list[Tensor]) -> _Contents:
+    def _look_into(self, bucket: GradBucket) -> _Contents:
+        buffer, params = bucket.buffer(), bucket.parameters()
         owned: list[list[tuple[int, Tensor]]] = [[] for _ in self._index_of]
         if not any(param in index_of for param in params for index_of in self._index_of):
             return _Contents(buffer, params, owned, [buffer])
@@ -163,22 +168,27 @@ class DdpFeed:
         ddp = self._ddp() if self._ddp is not None else None
         known = set(ddp.parameters()) if ddp is not None else set(params)
         for param in params:
-            if param not in known or any(param in index_of for index_of in self._index_of):
+            is_taken = any(param in index_of for index_of in self._index_of)
+            if isinstance(param, Tensor) and (param not in known or is_taken):
                 raise ValueError(
                     "add_param_group expects parameters of the DDP module that no other optimizer of its hook has, but "
                     f"got another one, of shape {tuple(param.shape)}. Wrap the model with it, or drop it."
                 )
 
 
-def _calling(feed: weakref.ref[DdpFeed]) -> Callable[[Module, Any], None]:
-    """A hook before a forward, that does not keep the feed."""
+class _ForwardHook:
+    """Before the forward of the module inside DDP. Does not keep the feed; a copy, or a saved module, has none."""
 
-    def begin_forward(module: Module, inputs: Any) -> None:
-        living = feed()
-        if living is not None:
-            living.begin_forward()
+    def __init__(self, feed: weakref.ref[DdpFeed] | None) -> None:
+        self._feed = feed
 
-    return begin_forward
+    def __call__(self, module: Module, inputs: Any) -> None:
+        feed = self._feed() if self._feed is not None else None
+        if feed is not None:
+            feed.begin_forward()
+
+    def __reduce__(self) -> tuple[type[_ForwardHook], tuple[None]]:
+        return _ForwardHook, (None,)
 
 
 def _is_same(known: _Contents, buffer: Tensor, params: list[Tensor]) -> bool:

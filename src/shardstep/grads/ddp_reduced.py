@@ -10,8 +10,8 @@ from torch import Tensor
 
 from shardstep.comm.consensus import RankConsensus
 from shardstep.grads.attendance import Attendance
-from shardstep.grads.ddp_buckets import HookState, ParameterUsage
 from shardstep.grads.ddp_scheduler import DdpScheduler
+from shardstep.grads.hook_state import SteppedByHook
 from shardstep.grads.reduced_gradients import ReducedGradients
 from shardstep.grads.settings import ReduceSettings
 from shardstep.params.sharded_parameters import ShardedParameters
@@ -30,26 +30,18 @@ class Feed(Protocol):
         """The memory of DDP's buckets."""
 
 
-class DdpReducedGradients(ReducedGradients):
+class DdpReducedGradients(SteppedByHook, ReducedGradients):
     """Sharded gradients under DDP. The step is made by ``step``, or with a stepping hook in backward."""
 
     reduces_in_ddp = True
     _scheduler: DdpScheduler  # type: ignore[assignment]
 
     def __init__(
-        self,
-        sharded: ShardedParameters,
-        consensus: RankConsensus,
-        attendance: Attendance,
-        usage: ParameterUsage | None = None,
-        hook: HookState = HookState.NONE,
+        self, sharded: ShardedParameters, consensus: RankConsensus, attendance: Attendance, find_unused: bool
     ) -> None:
-        """Collective. ``hook``: of the step in backward; ``usage``: finds out for it which parameters are used."""
-        settings = ReduceSettings(find_unused=usage is not None)
+        """Collective. ``find_unused``: whether parameters may be unused in a backward."""
+        settings = ReduceSettings(find_unused=find_unused)
         super().__init__(sharded, consensus, settings, attendance, broadcasts=False)
-        self._usage = usage
-        self._hook = hook
-        self._scheduler.steps_in_backward = hook is not HookState.NONE
         self.feed: Feed | None = None
 
     def _make_scheduler(self) -> DdpScheduler:
@@ -73,13 +65,9 @@ class DdpReducedGradients(ReducedGradients):
     def take(self, gradients: Iterable[tuple[int, Tensor]], has_inputs: bool) -> None:
         """Collective. DDP has the gradients of these parameters, of this rank alone."""
         if has_inputs:
-            self._scheduler.take((index, gradient if self._is_used(index) else None) for index, gradient in gradients)
+            self._scheduler.take(gradients)
         else:
-            self._scheduler.take_nothing(index for index, _ in gradients)
-
-    def _is_used(self, index: int) -> bool:
-        # (Without a step in backward nobody has to know before DDP does: see ``expose_deferred``.)
-        return self._usage is None or self._usage.is_used_here(index)
+            self._scheduler.take_zeros(gradients)
 
     def take_last(self) -> None:
         """Collective. That was DDP's last bucket."""
@@ -91,7 +79,7 @@ class DdpReducedGradients(ReducedGradients):
 
     def end_backward(self) -> None:
         """DDP is done with the gradients on the parameters."""
-        self._shards.expose_deferred()
+        self._scheduler.end_backward()
 
     @property
     def divisor(self) -> int:
@@ -100,19 +88,9 @@ class DdpReducedGradients(ReducedGradients):
 
     # --- for a step in backward -----------------------------------------------------------------------------------
 
-    @property
-    def steps_in_backward(self) -> bool:  # type: ignore[override]
-        return self._hook is HookState.CALLED
-
-    @property
-    def may_step_in_backward(self) -> bool:  # type: ignore[override]
-        return self._hook is HookState.MADE
-
-    def called(self) -> None:
-        """DDP has called the stepping hook."""
-        if self._hook is HookState.NONE:
-            raise AssertionError("a hook that was not made cannot be called")
-        self._hook = HookState.CALLED
+    def made(self) -> None:
+        super().made()
+        self._scheduler.steps_in_backward = True
 
     def reduced(self) -> Sequence[int]:
         """The buckets that were reduced in this backward, in order. The same on every rank."""
@@ -126,30 +104,15 @@ class DdpReducedGradients(ReducedGradients):
     def check_complete(self) -> None:
         """RuntimeError if DDP has not handed over a gradient. (It raises when the last bucket comes.)"""
 
-    def stepped(self) -> None:
-        super().stepped()
-        if self._usage is not None:
-            self._usage.forget()
-
     # --- for the user ---------------------------------------------------------------------------------------------
 
     def extend(self) -> None:
         super().extend()
-        if self._usage is not None:
-            self._usage.extend()
         if self.feed is not None:
             self.feed.forget_buckets()
 
     def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         raise RuntimeError("no_sync expects an optimizer with shard_gradients=True. Under DDP use no_sync of DDP.")
-
-    def clip(self, params: Sequence[Tensor], max_norm: float, order: float, error_if_nonfinite: bool) -> Tensor:
-        if self._hook is not HookState.NONE:
-            raise RuntimeError(
-                "clip_grad_norm_ expects gradients that were not used yet, but with a stepping hook the step is made "
-                "during backward. Use shardstep.shard_ddp_gradients without a stepping hook to clip."
-            )
-        return super().clip(params, max_norm, order, error_if_nonfinite)
 
     def tensors(self) -> list[Tensor]:
         return [*super().tensors(), *(self.feed.tensors() if self.feed is not None else [])]

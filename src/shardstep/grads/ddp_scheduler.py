@@ -7,7 +7,8 @@ our buckets are sent in our order.
 Until its finalizing callback has run DDP reads and writes ``param.grad``, and checks that it is its own
 (``gradient_as_bucket_view``). What stands for the sharded gradients is put there afterwards (``expose_deferred``). If
 it is there when the next backward begins, autograd adds to it and DDP copies it into its bucket: it answers with what
-has come since (``sharded_gradient.py``), whose sum is then added to the shard that is kept.
+has come since (``sharded_gradient.py``), whose sum is then added to the shard that is kept. So a parameter was used on
+this rank if it has a gradient, and something came since.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from shardstep.grads.iteration import IterationState, Round
 from shardstep.grads.scheduler import BackwardScheduler
+from shardstep.grads.sharded_gradient import Copied
 
 
 class DdpScheduler(BackwardScheduler):
@@ -45,28 +47,33 @@ class DdpScheduler(BackwardScheduler):
         if self._iteration.is_open:
             self._complete(None)
 
-    def take(self, gradients: Iterable[tuple[int, Tensor | None]]) -> None:
-        """DDP has these gradients, of this rank alone. None: the parameter was not used here."""
+    def take(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
+        """DDP has these gradients, of this rank alone."""
         current = self._iteration.round
         if current is None:  # another rank has aborted this iteration
             return
         for index, gradient in gradients:
             self._check_new(current, index)
-            if self._shards.stand_in(index).take_copied():
-                self._shards.expose(index)  # DDP may have put its view in its place
-            else:
+            copied = self._shards.stand_in(index).take_copied()
+            if copied is Copied.NOT:
                 self._iteration.fresh.add(index)
-            if gradient is not None:
+            else:
+                self._shards.expose(index)  # DDP may have put its view in its place
+            if self._sharded.params[index].grad is not None and copied is not Copied.NOTHING:  # it was used here
                 self._iteration.arrived[index] = gradient
                 self._shards.expose(index)
             self._mark(current, index)
 
-    def take_nothing(self, indices: Iterable[int]) -> None:
+    def take_zeros(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
         """DDP has zeros for these parameters, because this rank is without inputs."""
         current = self._iteration.round
-        if current is not None:
-            for index in indices:
-                self._mark(current, index)
+        if current is None:
+            return
+        for index, zeros in gradients:
+            if not self._settings.find_unused:  # else the others tell what is used
+                self._iteration.arrived[index] = zeros
+                self._shards.expose(index)
+            self._mark(current, index)
 
     def take_last(self) -> None:
         """DDP has handed over its last bucket: send the rest, and bring in everything."""
@@ -74,6 +81,11 @@ class DdpScheduler(BackwardScheduler):
         self._complete(self._patience)
         if self._iteration.state is IterationState.STALLED:  # DDP's buffers will be filled anew before it is sent
             self._iteration.keep_copies()
+
+    def end_backward(self) -> None:
+        """DDP is done with the gradients on the parameters."""
+        current = self._iteration.round
+        self._shards.expose_deferred([] if current is None else current.seen)
 
     def reduced(self) -> Sequence[int]:
         """The buckets of this round that were brought in, in order. As far as that needs no waiting."""

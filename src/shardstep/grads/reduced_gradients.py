@@ -187,7 +187,7 @@ class ReducedGradients(GradientSource):
         if self._norms.known(self._state, index, order, wide) is None:
             self.complete()
             what = f"the norm of the gradient of {self._sharded.layout.spec_of[index].label}"
-            like = torch.empty(0, dtype=wide, device=self._shards.stand_in(0).device)
+            like = torch.empty(0, dtype=wide, device=self._shards.stand_in(index).device)
             self._norms.exchange(what, self._state, self._sharded.layout, self._shards.local, order, like)
         norm = self._norms.known(self._state, index, order, wide)
         assert norm is not None, "it was exchanged"

@@ -7,6 +7,7 @@ gradient knows its owner and answers for all ranks. What would need the whole gr
 from __future__ import annotations
 
 from collections.abc import Callable
+from enum import Enum, auto
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -41,6 +42,14 @@ class Owner(Protocol):
         """Collective. Multiply all shards of ``like``'s device and dtype; tell every rank if any has an inf or nan."""
 
 
+class Copied(Enum):
+    """What DDP got when it copied a sharded gradient into its bucket."""
+
+    NOT = auto()  # it did not
+    NOTHING = auto()  # zeros: autograd has added nothing since the last reduction
+    SOMETHING = auto()
+
+
 class ShardedGradient(Tensor):
     """The gradient of one parameter, spread over the ranks. Has no memory of its own.
 
@@ -54,7 +63,7 @@ class ShardedGradient(Tensor):
     _index: int
     _label: str
     incoming: Tensor | None  # what autograd wanted to add, for the owner to take
-    was_copied: bool  # whether DDP has taken that into its bucket
+    copied: Copied  # what of that DDP has taken into its bucket
 
     @staticmethod
     def __new__(cls, param: Tensor, owner: Owner, index: int, label: str) -> ShardedGradient:
@@ -62,7 +71,7 @@ class ShardedGradient(Tensor):
             cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
         )
         gradient._owner, gradient._index, gradient._label = owner, index, label
-        gradient.incoming, gradient.was_copied = None, False
+        gradient.incoming, gradient.copied = None, Copied.NOT
         return gradient
 
     def take_incoming(self) -> Tensor | None:
@@ -70,10 +79,10 @@ class ShardedGradient(Tensor):
         incoming, self.incoming = self.incoming, None
         return incoming
 
-    def take_copied(self) -> bool:
-        """Whether DDP has copied it into its bucket since the last call."""
-        was_copied, self.was_copied = self.was_copied, False
-        return was_copied
+    def take_copied(self) -> Copied:
+        """Whether DDP has copied it into its bucket since the last call, and what."""
+        copied, self.copied = self.copied, Copied.NOT
+        return copied
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"ShardedGradient(of {self._label}, shape {tuple(self.shape)}; see optimizer.full_grad)"
@@ -139,7 +148,8 @@ def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> An
     if not in_backward:  # it rebuilds its buckets
         gradient._owner.displaced(gradient._index, target)
         return target.zero_()
-    incoming, gradient.was_copied = gradient.take_incoming(), True
+    incoming = gradient.take_incoming()
+    gradient.copied = Copied.NOTHING if incoming is None else Copied.SOMETHING
     return target.zero_() if incoming is None else target.copy_(incoming)
 
 

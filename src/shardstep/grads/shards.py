@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from shardstep.grads.sharded_gradient import Owner, ShardedGradient
+from shardstep.grads.sharded_gradient import Copied, Owner, ShardedGradient
 from shardstep.layout.specs import Bucket, Piece
 from shardstep.params.sharded_parameters import ShardedParameters
 
@@ -121,12 +121,18 @@ class GradientShards:
         if self._deferred is None:
             self._deferred = set()
 
-    def expose_deferred(self) -> None:
-        """DDP is done with the gradients. One that it left None was used by no rank."""
+    def expose_deferred(self, among: Iterable[int]) -> None:
+        """DDP is done with the gradients of the parameters ``among``: put on them what there is, and nothing else.
+
+        What DDP leaves on a parameter that was not used here is of no use: we know ourselves if another rank has used
+        it, or will when that has arrived.
+        """
         deferred, self._deferred = self._deferred or set(), None
-        for index in deferred:
-            if self._sharded.params[index].grad is not None:
+        for index in among:
+            if index in deferred:
                 self.expose(index)
+            else:
+                self._sharded.params[index].grad = None
 
     def displace(self, index: int, by: Tensor) -> None:
         """DDP is about to put ``by`` on the parameter instead of the sharded gradient."""
@@ -157,7 +163,7 @@ class GradientShards:
             for index in state.holding:
                 self.expose(index)
         for stand_in in self._stand_ins.values():
-            stand_in.incoming, stand_in.was_copied = None, False
+            stand_in.incoming, stand_in.copied = None, Copied.NOT
 
     def take_incoming(self) -> list[tuple[int, Tensor]]:
         """What autograd has added to the gradients since they were reduced, by parameter."""
