@@ -46,8 +46,9 @@ def tell(folder: Path) -> dict[str, Any]:
         "went on": train(trained),
         "loaded and went on": train(loaded),
         "save": failure(lambda: checkpoint.save(OWN / "step", trained.optimizer, trained.model)),
-        "left": sorted(path.name for path in OWN.iterdir()) if OWN.exists() else [],
     }
+    dist.barrier()  # the other rank of this host may still be cleaning up
+    told["left"] = sorted(path.name for path in OWN.iterdir()) if OWN.exists() else []
     copy_on_one_host(folder / "saved")
     for name, parent in (("first", FIRST), ("second", SECOND)):
         told[f"load, {name}"] = failure(lambda parent=parent: load(checkpoint.load, parent / "saved"))
