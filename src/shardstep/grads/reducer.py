@@ -30,9 +30,9 @@ from torch.autograd.profiler import record_function
 from shardstep.comm import collectives
 from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import Group, open_side_group
+from shardstep.grads import reports
 from shardstep.grads.across_replicas import AcrossReplicas
 from shardstep.grads.bucket_part import BucketPart
-from shardstep.grads.flags import all_set, packed, unpacked
 from shardstep.grads.iteration import InFlight, Iteration, IterationState, Leaving
 from shardstep.grads.reduce_scatter import ReduceScatter, Transport
 from shardstep.grads.settings import ReduceSettings
@@ -40,8 +40,6 @@ from shardstep.grads.shards import GradientShards
 from shardstep.grads.summation import sum_dtype
 from shardstep.grads.transports import ReduceTransports
 from shardstep.params.sharded_parameters import ShardedParameters
-
-_NUMBERS = 251  # iterations and buckets are reported by a byte
 
 
 class ReduceFailed(RuntimeError):
@@ -184,12 +182,10 @@ class GradientReducer:
             sent.is_exchanged = True
 
     def _report(self, part: BucketPart, kept: set[int], here: list[bool] | None) -> bytes:
-        """What is reported with a part: iteration, which part, a bit per parameter."""
-        numbers = bytes([self.iteration.number % _NUMBERS, self._transports.number_of[part] % _NUMBERS])
-        if here is None:
-            return numbers + all_set(len(part.bucket.params))
-        # A rank that holds an earlier gradient says so, too: one that has joined may not know.
-        return numbers + packed(one or index in kept for one, index in zip(here, part.bucket.params, strict=True))
+        indices, present = part.bucket.params, here
+        if here is not None:  # a rank that holds an earlier gradient says so, too: one that has joined may not know
+            present = [one or index in kept for one, index in zip(here, indices, strict=True)]
+        return reports.report(self.iteration.number, self._transports.number_of[part], present, len(indices))
 
     def _tag(self, part: BucketPart) -> int:
         """Over sockets only the same parts of the same iteration meet."""
@@ -218,8 +214,8 @@ class GradientReducer:
             self._send(again.part, again.scatter, again.kept, again.here, again.divisor)
         sent = self._in_flight[0]
         with record_function("shardstep::reduce"), self._failing():
-            reports = sent.scatter.reports
-            if patience is not None and reports is not None and not reports.wait_for(patience):
+            heard = sent.scatter.reports
+            if patience is not None and heard is not None and not heard.wait_for(patience):
                 return False
             self._exchange(sent)
             self._exchange_what_met()
@@ -278,13 +274,12 @@ class GradientReducer:
 
     def _draw_conclusions(self, sent: InFlight) -> None:
         """The ranks were not in the same bucket. See the note above."""
-        reports = sent.scatter.reports
-        if sent.is_over or reports is None:
+        heard = sent.scatter.reports
+        if sent.is_over or heard is None:
             self._keep_memory(sent.scatter)
             return
-        mine = sent.number % _NUMBERS
-        ahead = [(report[0] - mine) % _NUMBERS for report in reports.messages]
-        if any(0 < distance <= _NUMBERS // 2 for distance in ahead):
+        ahead = reports.distances(heard.messages, sent.number)
+        if any(0 < distance <= reports.NUMBERS // 2 for distance in ahead):
             self._keep_memory(sent.scatter)
             self.discard()
             self.iteration.become(IterationState.LOST)
@@ -292,7 +287,7 @@ class GradientReducer:
         self.iteration.behind = [rank for rank, distance in enumerate(ahead) if distance]
         self.iteration.misses = 0 if any(ahead) else self.iteration.misses + 1
         if self.iteration.misses > 4 * self._settings.in_flight + 8:
-            self._failure = f"the ranks reduce different buckets: {[report[1] for report in reports.messages]}, by rank"
+            self._failure = f"the ranks reduce different buckets: {reports.parts(heard.messages)}, by rank"
             self.check()
         self._send_again([sent, *(other for other in self._in_flight if not other.is_over)])
 
@@ -308,11 +303,11 @@ class GradientReducer:
         indices = sent.part.bucket.params
         if not transport.reports:
             return self._present_on_accelerators(indices, sent.here or [True] * len(indices))
-        reports = sent.scatter.reports
-        if sent.here is None or reports is None:
+        heard = sent.scatter.reports
+        if sent.here is None or heard is None:
             return set(indices)
-        flags = (unpacked(report[2:], len(indices)) for report in reports.messages)
-        return {index for index, *there in zip(indices, *flags, strict=True) if any(there)}
+        anywhere = reports.present_anywhere(heard.messages, len(indices))
+        return {index for index, there in zip(indices, anywhere, strict=True) if there}
 
     def _present_on_accelerators(self, indices: Sequence[int], here: list[bool]) -> set[int]:
         """There the ranks report only if the user wishes, because it makes the host wait."""
@@ -361,5 +356,5 @@ class GradientReducer:
 
 def _is_met(sent: InFlight) -> bool:
     """Whether all ranks have reported the same iteration and bucket. The same answer on every rank."""
-    reports = sent.scatter.reports
-    return reports is None or len({report[:2] for report in reports.messages}) == 1
+    heard = sent.scatter.reports
+    return heard is None or reports.are_about_the_same(heard.messages)

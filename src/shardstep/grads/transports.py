@@ -12,8 +12,8 @@ from shardstep.comm.collectives import GatheredMessages
 from shardstep.comm.process_group import Group
 from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
 from shardstep.grads.bucket_part import BucketPart, parts_of
-from shardstep.grads.flags import flag_bytes
 from shardstep.grads.reduce_scatter import BetweenPairs, Messages, Native, ThroughSharedMemory, Transport
+from shardstep.grads.reports import report_bytes
 from shardstep.grads.shards import BucketShard
 from shardstep.grads.summation import Summation
 from shardstep.params.sharded_parameters import ShardedParameters
@@ -40,7 +40,7 @@ class ReduceTransports:
             for shard in shards
         ]
         self.number_of = {part: number for number, part in enumerate(chain.from_iterable(self.parts))}
-        self._report_bytes = 2 + max((flag_bytes(len(shard.bucket.params)) for shard in shards), default=0)
+        self._report_bytes = max((report_bytes(len(shard.bucket.params)) for shard in shards), default=0)
         self._open_ring()
         summation = Summation(self._sharded.topology)
         self._transports = [self._transport(shard.device, summation) for shard in shards]
