@@ -1,7 +1,7 @@
 """The training loops that the step figures compare, each behind the same four calls.
 
-Every one trains its own copy of the same GPT with fused AdamW at its defaults and lr 1e-3. Buckets have 25 MiB where
-that can be said. A function that needs what is not installed (or not built) raises, and the figures come without it.
+Every one trains its own copy of the same GPT with fused AdamW at its defaults and lr 1e-3. Buckets have their default
+size, of rivals 25 MiB where that can be said. A function that needs what is not installed (or not built) raises, and the figures come without it.
 """
 
 from __future__ import annotations
@@ -77,9 +77,10 @@ def ddp_zero(gpt: GPT, zero: Callable[..., Any], **options: Any) -> Contestant:
 
 
 def reduce_scattered(gpt: GPT) -> Contestant:
-    contestant = ddp_zero(gpt, shardstep.ZeroRedundancyOptimizer)
-    getattr(shardstep, "shard_ddp_gradients")(contestant.model, contestant.optimizer)  # noqa: B009
-    return contestant
+    model = DistributedDataParallel(gpt)
+    optimizer = shardstep.ZeroRedundancyOptimizer(model.parameters(), AdamW, **ADAMW)
+    shardstep.shard_ddp_gradients(model, optimizer)
+    return Contestant(gpt, model, optimizer.zero_grad, optimizer.step, optimizer=optimizer)
 
 
 def sharded_gradients(gpt: GPT, **options: Any) -> Contestant:
@@ -87,11 +88,11 @@ def sharded_gradients(gpt: GPT, **options: Any) -> Contestant:
     return Contestant(gpt, gpt, optimizer.zero_grad, optimizer.step, optimizer=optimizer)
 
 
-def hooked(gpt: GPT, name: str) -> Contestant:
+def hooked(gpt: GPT, name: str, inner: Callable[..., Any] = allreduce_hook) -> Contestant:
     make_hook = getattr(shardstep, name)
     model = DistributedDataParallel(gpt)
     optimizer = shardstep.ZeroRedundancyOptimizer(model.parameters(), AdamW, overlap_with_ddp=True, **ADAMW)
-    model.register_comm_hook(None, make_hook(allreduce_hook, model, optimizer))
+    model.register_comm_hook(None, make_hook(inner, model, optimizer))
     return Contestant(gpt, model, optimizer.zero_grad, nothing, optimizer=optimizer)
 
 
@@ -133,6 +134,7 @@ ZERO2_VIEWS = "shardstep, sharded gradients, bucket views"
 REDUCE_SCATTER = "DDP + shardstep, reduce_scatter_hook"
 HOOK = "DDP + hook_with_zero_step"
 INTERLEAVED = "DDP + hook_with_zero_step_interleaved"
+INTERLEAVED_SCATTER = "DDP + hook_with_zero_step_interleaved, reduce_scatter_hook"
 DDP_VIEWS = "DDP, gradients as bucket views, + AdamW"
 FSDP2 = "FSDP2, reshard_after_forward=False"
 FAIRSCALE = "fairscale OSS + ShardedDDP"
@@ -151,6 +153,7 @@ MAKERS: dict[str, Callable[[GPT], Contestant]] = {
     ZERO2_VIEWS: partial(sharded_gradients, parameters_as_bucket_view=True),
     HOOK: partial(hooked, name="hook_with_zero_step"),
     INTERLEAVED: partial(hooked, name="hook_with_zero_step_interleaved"),
+    INTERLEAVED_SCATTER: partial(hooked, name="hook_with_zero_step_interleaved", inner=shardstep.reduce_scatter_hook),
     FSDP2: fsdp2,
     FAIRSCALE: fairscale,
     DEEPSPEED_1: partial(deepspeed, stage=1),

@@ -162,7 +162,7 @@ def measure_demands(template: GPT, name: str) -> dict:
 
 def _demands(template: GPT, name: str) -> dict:
     rank = dist.get_rank()
-    bare = allocated_bytes()
+    bare, shared = allocated_bytes(), shared_bytes()
     contestant = make(name, template)
     for number in range(2):
         contestant.iterate(make_batch(rank, number))
@@ -184,6 +184,7 @@ def _demands(template: GPT, name: str) -> dict:
     sent = sent_bytes() - before
     return {
         "between_mb": megabytes(between - bare),
+        "shared_mb": (shared_bytes() - shared) / 1e6,  # once per host
         "held_mb": megabytes(held - between),
         "peak_mb": megabytes(peak.bytes - between),
         "reported_gradients_mb": None if reported is None else megabytes(reported),
