@@ -27,6 +27,8 @@ from shardstep import (
     ZeroRedundancyOptimizer,
     checkpoint,
     hook_with_zero_step,
+    reduce_scatter_hook,
+    shard_ddp_gradients,
 )
 
 
@@ -142,6 +144,23 @@ def inside_backward() -> None:
     backward(model)
 
 
+def under_ddp() -> None:
+    """Gradients sharded inside DDP's hook, with and without a stepping hook."""
+    model = DistributedDataParallel(new_model())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+    assert_type(shard_ddp_gradients(model, optimizer), None)
+    backward(model)
+    optimizer.step()
+    listed = DistributedDataParallel(new_model())
+    optimizers = [ZeroRedundancyOptimizer(listed.parameters(), torch.optim.AdamW, lr=1e-3)]
+    listed.register_comm_hook(optimizers, reduce_scatter_hook)
+    backward(listed)
+    stepping = DistributedDataParallel(new_model())
+    inside = ZeroRedundancyOptimizer(stepping.parameters(), torch.optim.AdamW, lr=1e-3, overlap_with_ddp=True)
+    stepping.register_comm_hook(None, hook_with_zero_step(reduce_scatter_hook, stepping, inside))
+    backward(stepping)
+
+
 def main(directory: Path) -> None:
     dist.init_process_group("gloo")
     assert_type(shardstep.__version__, str)
@@ -151,6 +170,7 @@ def main(directory: Path) -> None:
     after_backward(directory)
     sharded_gradients()
     inside_backward()
+    under_ddp()
     print(f"rank {dist.get_rank()} is done")
     dist.destroy_process_group()
 

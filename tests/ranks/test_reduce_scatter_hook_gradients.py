@@ -5,6 +5,7 @@ Oracle: what DDP leaves in ``param.grad``, float64, with the tolerance of ``test
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardstep import ShardedGradient, ZeroRedundancyOptimizer, shard_ddp_gradients
 from shardstep.comm.checked_gather import CheckedGather
+from shardstep.grads import scheduler
 from tests.harness import run_ranks
 from tests.hook_twins import BOTH, Tangled, all_params, batch_of
 from tests.oracle import error_of
@@ -323,3 +325,28 @@ def mixed_unscaling(rank: int, world: int) -> None:
 
 def test_a_list_that_mixes_plain_and_sharded_gradients_is_unscaled_once():
     run_ranks(mixed_unscaling, 2)
+
+
+def slow(rank: int, world: int, as_view: bool, unused: bool) -> None:
+    """In turn each rank is far behind in its backward. The others come back from theirs with what they cannot send."""
+    scheduler.PATIENCE = 0.02
+    ddp = {"gradient_as_bucket_view": as_view, "find_unused_parameters": unused}
+    twins = ShardedTwins.make(torch.optim.AdamW, ddp=ddp, lr=0.05, weight_decay=0.3)
+    for iteration in range(4):
+        forward = {"skip": [2, iteration % 2] if rank == 0 else [2]} if unused else {}
+        twins.zero_grad()
+        for micro in range(2):
+            twins.theirs.backward(twins.batch(micro), **forward)
+            loss = twins.ours.ddp(twins.batch(micro), **forward).square().mean()
+            time.sleep(0.3 if rank == iteration % world else 0)
+            loss.backward()
+        twins.check_gradients()
+        twins.step()
+        twins.check_weights()
+
+
+@pytest.mark.parametrize("unused", BOTH)
+@pytest.mark.parametrize("as_view", BOTH)
+def test_gradients_are_ddps_if_a_rank_is_far_behind(as_view, unused):
+    """(DDP fills its buffers anew in the second backward: what was not sent yet must not be lost.)"""
+    run_ranks(slow, 3, as_view, unused)

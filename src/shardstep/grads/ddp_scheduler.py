@@ -27,9 +27,9 @@ class DdpScheduler(BackwardScheduler):
 
     def begin(self) -> None:
         """Collective. DDP hands over its first bucket."""
+        self._shards.defer()  # first: what the earlier round brings must not be put on the parameters now
         self._complete_earlier()
         self._begin()
-        self._shards.defer()
 
     def begin_without_inputs(self) -> None:
         """Collective. DDP takes part in the backward of other ranks, in a Join context, with zeros."""
@@ -55,10 +55,10 @@ class DdpScheduler(BackwardScheduler):
         for index, gradient in gradients:
             self._check_new(current, index)
             copied = self._shards.stand_in(index).take_copied()
-            if copied is Copied.NOT:
-                self._iteration.fresh.add(index)
-            else:
+            if copied is not Copied.NOT:
                 self._shards.expose(index)  # DDP may have put its view in its place
+            elif not self._shards.is_exposed(index):  # (it is if an earlier round brought it a moment ago)
+                self._iteration.fresh.add(index)
             if self._sharded.params[index].grad is not None and copied is not Copied.NOTHING:  # it was used here
                 self._iteration.arrived[index] = gradient
                 self._shards.expose(index)
