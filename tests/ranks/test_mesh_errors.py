@@ -6,11 +6,12 @@ import warnings
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
-from shardstep import ZeroRedundancyOptimizer
+from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step
 from tests.harness import run_ranks
 from tests.meshes import mesh_of
 from tests.oracle import assert_same, error_of, parameters, train, values_of
@@ -130,6 +131,19 @@ def test_gradients_that_are_averaged_within_replicas_only_are_noticed():
     first, second, third, fourth = run_ranks(averaged_within_a_replica, 4)
     assert first == second == []
     assert all("on rank 0 (replicate 0, shard 0)" in text for (text,) in (third, fourth))
+
+
+def hooked_within_a_replica(rank: int, world: int) -> None:
+    mesh = mesh_of((2, 2))
+    model = DistributedDataParallel(nn.Linear(3, 2), process_group=mesh.get_group("shard"))
+    opt = ZeroRedundancyOptimizer(model.parameters(), SGD, mesh, overlap_with_ddp=True, lr=0.1)
+    error = error_of(lambda: hook_with_zero_step(allreduce_hook, model, opt), "DDP over one replica")
+    assert isinstance(error, ValueError)
+    assert f"lacks global ranks {'2, 3' if rank < 2 else '0, 1'}" in str(error)
+
+
+def test_a_stepping_hook_of_a_ddp_over_one_replica_is_refused():
+    run_ranks(hooked_within_a_replica, 4)
 
 
 def reads_alone(rank: int, world: int) -> str:
