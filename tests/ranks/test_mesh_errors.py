@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -117,11 +118,12 @@ def averaged_within_a_replica(rank: int, world: int) -> list[str]:
     opt = ZeroRedundancyOptimizer(model.parameters(), SGD, mesh, lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(2):
+        for step in range(3):
+            if step == 2:
+                dist.barrier()  # nothing makes the replicas wait for each other; now rank 0 has made its first step
+            batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
             opt.zero_grad()
-            model(
-                torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
-            ).sum().square().backward()
+            model(batch).sum().square().backward()
             opt.step()
     assert "replicate 1" in str(error_of(opt.check_replicas, "the replicas have drifted apart"))
     return [str(warning.message) for warning in caught if "averaged over the ranks" in str(warning.message)]
