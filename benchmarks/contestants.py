@@ -1,7 +1,8 @@
 """The training loops that the step figures compare, each behind the same four calls.
 
 Every one trains its own copy of the same GPT with fused AdamW at its defaults and lr 1e-3. Buckets have their default
-size, of rivals 25 MiB where that can be said. A function that needs what is not installed (or not built) raises, and the figures come without it.
+size, of rivals 25 MiB where that can be said. A function that needs what is not installed (or not built) raises, and
+the figures come without it.
 """
 
 from __future__ import annotations

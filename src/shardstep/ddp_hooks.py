@@ -110,6 +110,7 @@ class _SteppingHook:
                 "parameters_as_bucket_view made some contiguous. Drop it, or call model.to(memory_format="
                 "torch.contiguous_format) before DDP."
             )
+        _check_reduces_for_all(name, ddp, sharded)
         self._usage: ParameterUsage | None = None
         self._source = self._connect(ddp)
         self._step: Step | None = None
@@ -214,6 +215,17 @@ def _checked(name: str, zero: Any) -> ZeroRedundancyOptimizer:
             "ZeroRedundancyOptimizer."
         )
     return zero
+
+
+def _check_reduces_for_all(name: str, ddp: DistributedDataParallel, sharded: ShardedParameters) -> None:
+    """ValueError if DDP averages over some ranks of the optimizer only: the others' parameters would drift apart."""
+    everyone, reduced = sharded.ranks.everyone, process_group.open_group(ddp.process_group)
+    left_out = sorted(set(process_group.ranks_of(everyone)) - set(process_group.ranks_of(reduced)))
+    if left_out:
+        raise ValueError(
+            f"{name} expects DDP to reduce over all ranks of the optimizer, but its process_group lacks global "
+            f"{process_group.rank_numbers(left_out)}. Build DDP over all ranks of the mesh, or of the process_group."
+        )
 
 
 def _usage(ddp: DistributedDataParallel, sharded: ShardedParameters) -> ParameterUsage | None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
@@ -451,6 +451,38 @@ def one_dimension_and_parts_of_a_mesh(rank: int, world: int) -> None:
 
 def test_one_dimension_is_its_group_and_dimensions_of_a_larger_mesh_work():
     run_ranks(one_dimension_and_parts_of_a_mesh, 4, **LIMITS)
+
+
+GRIDS = ([[1, 2], [3, 4]], [[1, 3], [2, 4]], [[2, 1], [4, 3]], [[3, 4], [1, 2]])
+
+
+def some_ranks_in_any_order(rank: int, world: int) -> None:
+    """Rank 0 is in none of them. Their gradients are given: what is compared is bits."""
+    for grid in GRIDS:
+        mesh = DeviceMesh("cpu", grid, mesh_dim_names=("replicate", "shard"))
+        if rank == 0:
+            continue
+        for shard_gradients in (False, True):
+            model, other = Mixed(), Mixed()
+            opt = ZeroRedundancyOptimizer(
+                model.parameters(), SGD, mesh, shard_gradients=shard_gradients, bucket_cap_mb=0.0003, lr=0.125
+            )
+            plain = SGD(other.parameters(), lr=0.125)
+            for step in range(2):
+                for module, optimizer in ((model, opt), (other, plain)):
+                    optimizer.zero_grad()
+                    module(
+                        7, step
+                    ).backward()  # the same on every rank, so that the mean is exact: four is a power of two
+                    optimizer.step()
+            assert_same(values_of(model.parameters()), values_of(other.parameters()), f"{grid}, {shard_gradients=}")
+            opt.check_replicas()
+
+
+@pytest.mark.again
+def test_a_mesh_of_some_ranks_in_any_order_that_all_rows_have():
+    """Everyone's process group is made for it. torch numbers ranks by their global numbers, not as the mesh does."""
+    run_ranks(some_ranks_in_any_order, 5, **LIMITS)
 
 
 @needs_muon

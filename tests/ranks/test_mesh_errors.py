@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam
 
-from shardstep import ZeroRedundancyOptimizer
+from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step
 from tests.harness import run_ranks
 from tests.meshes import mesh_of
 from tests.oracle import assert_same, error_of, parameters, train, values_of
@@ -116,11 +118,12 @@ def averaged_within_a_replica(rank: int, world: int) -> list[str]:
     opt = ZeroRedundancyOptimizer(model.parameters(), SGD, mesh, lr=0.1)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        for step in range(2):
+        for step in range(3):
+            if step == 2:
+                dist.barrier()  # nothing makes the replicas wait for each other; now rank 0 has made its first step
+            batch = torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
             opt.zero_grad()
-            model(
-                torch.randn(4, 3, generator=torch.Generator().manual_seed(10 * step + rank))
-            ).sum().square().backward()
+            model(batch).sum().square().backward()
             opt.step()
     assert "replicate 1" in str(error_of(opt.check_replicas, "the replicas have drifted apart"))
     return [str(warning.message) for warning in caught if "averaged over the ranks" in str(warning.message)]
@@ -130,6 +133,19 @@ def test_gradients_that_are_averaged_within_replicas_only_are_noticed():
     first, second, third, fourth = run_ranks(averaged_within_a_replica, 4)
     assert first == second == []
     assert all("on rank 0 (replicate 0, shard 0)" in text for (text,) in (third, fourth))
+
+
+def hooked_within_a_replica(rank: int, world: int) -> None:
+    mesh = mesh_of((2, 2))
+    model = DistributedDataParallel(nn.Linear(3, 2), process_group=mesh.get_group("shard"))
+    opt = ZeroRedundancyOptimizer(model.parameters(), SGD, mesh, overlap_with_ddp=True, lr=0.1)
+    error = error_of(lambda: hook_with_zero_step(allreduce_hook, model, opt), "DDP over one replica")
+    assert isinstance(error, ValueError)
+    assert f"lacks global ranks {'2, 3' if rank < 2 else '0, 1'}" in str(error)
+
+
+def test_a_stepping_hook_of_a_ddp_over_one_replica_is_refused():
+    run_ranks(hooked_within_a_replica, 4)
 
 
 def reads_alone(rank: int, world: int) -> str:

@@ -38,11 +38,9 @@ class AcrossReplicas:
         self._group, self._divisor, self._dtype = group, divisor, dtype
         self._numel = total.numel()
         self._native = not collectives.sends_pairwise(group, total.device)
-        self._mean = total
-        self._handle = Handle(())
+        # A rank that owns nothing of a bucket has nothing to send, and neither have its replicas.
         self._stage = Stage.SUMS if self._numel else Stage.DONE
-        if self._stage is Stage.SUMS:
-            self._handle = self._send_sums(total)
+        self._handle = self._send_sums(total) if self._numel else Handle((), total.to(dtype))
 
     def _send_sums(self, total: Tensor) -> Handle:
         if self._native:
@@ -65,30 +63,28 @@ class AcrossReplicas:
         rows = self._handle.memory
         assert rows is not None, "what is under way has memory"
         if self._native:
-            self._mean = rows.div_(self._divisor).to(self._dtype)
-            self._stage = Stage.DONE
+            self._handle, self._stage = Handle((), rows.div_(self._divisor).to(self._dtype)), Stage.DONE
         elif self._stage is Stage.SUMS:
             mean = _sum_in_order(rows).div_(self._divisor).to(self._dtype)
             self._handle, self._stage = collectives.gather_rows(self._group, mean), Stage.MEANS
         else:
-            self._mean, self._stage = rows.view(-1)[: self._numel], Stage.DONE
+            self._handle, self._stage = Handle((), rows.view(-1)[: self._numel]), Stage.DONE
 
     @property
     def mean(self) -> Tensor:
         """The mean over all ranks of the mesh, when it is there."""
-        if self._stage is not Stage.DONE:
+        if self._stage is not Stage.DONE or self._handle.memory is None:
             raise AssertionError(f"a shard that is in {self._stage} has no mean yet")
-        return self._mean.to(self._dtype)
+        return self._handle.memory
 
     def tensors(self) -> list[Tensor]:
         """The memory of what is under way."""
-        return [tensor for tensor in (self._mean, self._handle.memory) if tensor is not None]
+        return [] if self._handle.memory is None else [self._handle.memory]
 
 
 def _sum_in_order(rows: Tensor) -> Tensor:
-    """See the note above. Only additions of two: fused forms round differently at the end of a vector."""
+    """See the note above. Into the first row, by additions of two: fused forms round differently at a vector's end."""
     first, *others = rows
-    total = first.clone()
     for row in others:
-        total.add_(row)
-    return total
+        first.add_(row)
+    return first

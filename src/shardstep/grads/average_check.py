@@ -21,7 +21,8 @@ _TOLERANCE = 1e-3
 class AverageCheck:
     """Compares the norm of the first step's gradients with rank 0's, in the second step.
 
-    Without waiting: by then the first gather is over, so rank 0 has said its own. It costs one read from the device.
+    Without waiting: by then the first gather is over, so rank 0 has said its own. On a mesh it may be in another
+    replica, and slower: then a later step compares. It costs one read from the device.
     """
 
     def __init__(self, consensus: RankConsensus) -> None:
@@ -29,16 +30,18 @@ class AverageCheck:
         self._norm: float | None = None  # of the first step
 
     def look(self, params: Iterable[Tensor]) -> None:
-        """Before a step. Returns at once from the third one on."""
+        """Before a step. Returns at once when all is said."""
         if self._consensus is None:
             return
         if self._norm is None:
             self._norm = _norm_of(params)
             self._consensus.leave_word("norm", repr(self._norm))
             return
-        consensus, self._consensus = self._consensus, None
-        word, group = consensus.word_of(0, "norm"), consensus.group
-        if word is not None and not _alike(self._norm, float(word)):
+        word, group = self._consensus.word_of(0, "norm"), self._consensus.group
+        if word is None:
+            return
+        self._consensus = None
+        if not _alike(self._norm, float(word)):
             warnings.warn(
                 f"step expects gradients that are averaged over the ranks, but in the first step their norm was {word} "
                 f"on {group.name_of(0)} and {self._norm!r} on {group.name_of(group.rank)}. Wrap the model in "
