@@ -109,7 +109,9 @@ def _connect(optimizers: Sequence[ZeroRedundancyOptimizer], ddp: DistributedData
             source.extend()
             engine.take_gradients_from(source)
         members.append((source, engine.sharded))
-    group = process_group.open_group(ddp.process_group) if ddp is not None else optimizers[0].engine.sharded.group
+    group = (
+        process_group.open_group(ddp.process_group) if ddp is not None else optimizers[0].engine.sharded.ranks.everyone
+    )
     feed = DdpFeed(ddp, group, members)
     for source, _ in members:
         source.feed = feed
@@ -191,7 +193,7 @@ def _check_wrapped_once(
 
 def _check_fits(call: str, optimizer: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> None:
     sharded = optimizer.engine.sharded
-    if not process_group.same_ranks(process_group.open_group(ddp.process_group), sharded.group):
+    if not process_group.same_ranks(process_group.open_group(ddp.process_group), sharded.ranks.everyone):
         raise ValueError(
             f"{call} expects an optimizer over the ranks that DDP reduces over, but its process_group has other ones. "
             "Pass the same process_group to both."

@@ -84,7 +84,7 @@ class DdpReducedGradients(SteppedByHook, ReducedGradients):
     @property
     def divisor(self) -> int:
         """By which sums of this round are divided."""
-        return self._scheduler.divisor or self._sharded.group.world_size
+        return self._scheduler.divisor or self._sharded.ranks.everyone.world_size
 
     # --- for a step in backward -----------------------------------------------------------------------------------
 
