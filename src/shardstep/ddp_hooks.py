@@ -92,13 +92,13 @@ class _SteppingHook:
                 "gathers of the two optimizers in different orders. Use hook_with_zero_step around it."
             )
         sharded = self._engine.sharded
-        _check_reduces_for_all(name, ddp, sharded)
         if not sharded.lies_as_placed():
             raise ValueError(
                 f"{name} expects parameters that lie in memory as they did when DDP was built, but "
                 "parameters_as_bucket_view made some contiguous. Drop it, or call model.to(memory_format="
                 "torch.contiguous_format) before DDP."
             )
+        _check_reduces_for_all(name, ddp, sharded)
         self._source: DdpBucketGradients = self._engine.source  # type: ignore[assignment]
         self._usage = _usage(ddp, sharded)
         self._source.attach(self._usage)
