@@ -20,10 +20,6 @@ from tests.harness import run_ranks
 from tests.hook_twins import HOOKS, SMALL_CAP, Tangled, batch_of, two_groups
 from tests.meshes import Shape, check_alike, mesh_of
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(shardstep, "reduce_scatter_hook"), reason="reduce_scatter_hook is on another branch"
-)
-
 
 def trained(rank: int, world: int, shape: Shape, way: str, views: bool, unused: bool) -> None:
     arguments: dict[str, Any] = {"gradient_as_bucket_view": views, "find_unused_parameters": unused}
