@@ -7,6 +7,7 @@ have the one and not the other. What a version cannot do is an error that names 
 from __future__ import annotations
 
 import secrets
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,3 +50,13 @@ def second_connection(store: dist.Store) -> dist.Store:
         )
     prefix = store.compare_set("shardstep/second", "", secrets.token_hex(8)).decode()
     return dist.PrefixStore(f"shardstep/{prefix}", other)
+
+
+def leave_gradients_to_us(ddp: Any) -> None:
+    """Keep DDP from copying its buckets back to the gradients when backward ends: we put something else there.
+
+    It has a switch for optimizers that step in backward; a version that has none copies in vain.
+    """
+    switch = getattr(ddp.reducer, "_set_optimizer_in_backward", None)
+    if switch is not None:
+        switch()

@@ -20,7 +20,7 @@ from torch.futures import Future
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-from shardstep.comm import collectives
+from shardstep.comm import collectives, torch_versions
 from shardstep.comm.collectives import GradBucket
 from shardstep.comm.process_group import Group
 from shardstep.grads.ddp_buckets import views_of
@@ -51,6 +51,7 @@ class DdpFeed:
         self._group = group
         self._sources = [weakref.ref(source) for source, _ in members]  # who keep this object
         self._index_of = [sharded.index_of for _, sharded in members]
+        self._has_taken_over = False
         self._contents: dict[int, _Contents] = {}  # of DDP's buckets, by their number
         self._stop_watching: Callable[[], Any] | None = None
         if ddp is not None and ddp.gradient_as_bucket_view:  # its own forward begins with rebuilding buckets
@@ -78,6 +79,7 @@ class DdpFeed:
         sources = self._living_sources()
         contents = self._contents_of(bucket) if has_inputs else self._look_into(bucket)
         if bucket.index() == 0:
+            self._take_over()
             for source in sources:
                 source.begin(has_inputs)
         future = self._reduce_foreign(bucket, contents, sources[0].divisor)
@@ -89,6 +91,16 @@ class DdpFeed:
             if has_inputs:
                 Variable._execution_engine.queue_callback(self._after_ddp)
         return future
+
+    def _take_over(self) -> None:
+        """DDP calls the hook, so it need not copy back what is all ours. (A hook may be made and never registered.)"""
+        ddp = self._ddp() if self._ddp is not None else None
+        if ddp is None or self._has_taken_over:
+            return
+        self._has_taken_over = True
+        trained = (param for param in ddp.parameters() if param.requires_grad)
+        if all(any(param in index_of for index_of in self._index_of) for param in trained):
+            torch_versions.leave_gradients_to_us(ddp)
 
     def _after_ddp(self) -> None:
         """Called at the end of backward, before DDP's own callback, which came later: ask to be called once more."""
