@@ -17,10 +17,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from shardstep.comm.process_group import Group, rank_numbers
-from shardstep.comm.store_watch import StoreWatch
+from shardstep.comm.store_watch import StoreLost, StoreWatch
 
 # Seconds within which ranks that are in the same collective see it fail.
 _SAME_TIME = 2.0
+_PATIENCE = 3 * _SAME_TIME  # for an answer of the store, beyond what is waited for anyway
 _STORE_IS_LOST = (
     " The store of the process group, on the host of its first rank, does not answer: that host may be gone."
 )
@@ -62,7 +63,7 @@ class RankConsensus:
         self._note = self._reason = ""  # why the next, and the current, comparison is made
         self.someone_was_absent = False  # at the last comparison
         self._kind = kind
-        self._watch = StoreWatch(3 * _SAME_TIME)  # for calls after a failure, which may be that of the store's host
+        self._watch = StoreWatch()
 
     def settle(self) -> None:
         """Fix which consensus this is, by how many were opened before: for one that another thread will use."""
@@ -85,6 +86,14 @@ class RankConsensus:
         """
         if self.group.world_size == 1:
             return
+        try:
+            self._watch.ask(lambda: self._compare(call, facts), self.group.timeout.total_seconds() + _PATIENCE)
+        except StoreLost as error:
+            raise RuntimeError(
+                f"{call} expects to compare with all ranks, but could not: {error}.{_STORE_IS_LOST}"
+            ) from error
+
+    def _compare(self, call: str, facts: Facts) -> None:
         facts = [("call", {"method": call}), *facts]
         digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         self._enter(call, {"digest": digest})
@@ -143,7 +152,7 @@ class RankConsensus:
             self._enter(call, {"error": text, "kind": kind})
             self._publish({"failed": [self.group.rank, call, text, kind]})
 
-        self._watch.ask(report)  # no answer: ``error`` is what the user must see, not this
+        self._watch.ask_after_failure(report, _PATIENCE)  # no answer: ``error`` is what the user must see, not this
 
     def explain(self, but: str = "") -> str:
         """Where the other ranks are, if the store knows: for the message of a collective that failed.
@@ -170,7 +179,7 @@ class RankConsensus:
 
         Everybody who was fails as well, at nearly the same time, and leaves a word on the store.
         """
-        answer = self._watch.ask(lambda: (self._absent_from(call), self.explain()))
+        answer = self._watch.ask_after_failure(lambda: (self._absent_from(call), self.explain()), _PATIENCE)
         if answer is None:  # the first error is all there is to tell
             return f"{call} failed: {error}.{_STORE_IS_LOST}"
         absent, meanwhile = answer
@@ -200,10 +209,10 @@ class RankConsensus:
         With ``call``: if nobody has said anything, who was not in it. Everybody who was fails as well. ``among``: the
         ranks that it is a collective of, if not all.
         """
-        where = self._watch.ask(lambda: self.explain(but=call))
+        where = self._watch.ask_after_failure(lambda: self.explain(but=call), _PATIENCE)
         if where:
             return f" Meanwhile {where}."
-        absent = self._watch.ask(lambda: self._absent_from(call, among)) if call else []
+        absent = self._watch.ask_after_failure(lambda: self._absent_from(call, among), _PATIENCE) if call else []
         if self._watch.is_lost:  # the first error is all there is to tell
             return _STORE_IS_LOST
         return f" It expects all ranks, but {self.group.names_of(absent)} did not come to it." if absent else ""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import socket
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
@@ -20,6 +21,7 @@ from shardstep.comm.topology import Topology
 
 _MOST_BYTES = 2**16  # of a message
 Made = TypeVar("Made")
+_CHANNELS: weakref.WeakSet[HostChannel] = weakref.WeakSet()  # of this process
 
 
 class SharedMessages:
@@ -69,9 +71,12 @@ class HostChannel:
         self._received = dict.fromkeys(sockets, 0)  # how many messages came, by place
         self._shared = 0
         self._pending: deque[SharedMessages] = deque()  # those to which a message is still to come, in order
+        self._is_forked = False
+        _CHANNELS.add(self)
 
     def share(self, message: bytes) -> SharedMessages:
         """Send a message to all other ranks of the host, and expect one of each."""
+        self._check_not_forked()
         if len(message) > _MOST_BYTES:
             raise RuntimeError(f"a message to other ranks expects at most {_MOST_BYTES} bytes but has {len(message)}.")
         for place, connection in self._sockets.items():
@@ -89,6 +94,7 @@ class HostChannel:
 
     def receive(self, number: int, seconds: float) -> None:
         """Wait until all messages up to that number have come."""
+        self._check_not_forked()
         deadline = time.monotonic() + seconds
         for place, connection in self._sockets.items():
             while self._received[place] <= number:
@@ -101,7 +107,7 @@ class HostChannel:
                     raise RuntimeError(f"rank {self._ranks[place]} is gone: it has closed its connection.")
                 self._pending[self._received[place] - self._first].arrive(place, message)
                 self._received[place] += 1
-        while self._pending and self._first <= min(self._received.values(), default=number) - 1:
+        while self._pending and self._first <= min(self._received.values(), default=number + 1) - 1:
             self._pending.popleft()
 
     @property
@@ -109,11 +115,33 @@ class HostChannel:
         """The number of the first one to which a message is still to come."""
         return self._shared - len(self._pending)
 
+    def close_in_child(self) -> None:
+        """In a forked process: its copies of the sockets would keep the others from noticing that this rank is gone."""
+        self._is_forked = True
+        for connection in self._sockets.values():
+            connection.close()
+
+    def _check_not_forked(self) -> None:
+        if self._is_forked:
+            raise RuntimeError(
+                "a forked process expects parameters that are there, but their gathers are still under way in the "
+                "process that it was forked from. Call optimizer.wait_for_parameters() before forking, or drop "
+                "lazy_gather."
+            )
+
     def _gone(self, place: int, error: OSError, seconds: float) -> RuntimeError:
         """What to raise if a rank could not be spoken with."""
         if isinstance(error, TimeoutError):
             return NotInTime(f"rank {self._ranks[place]} did not come within {seconds:g} s.")
         return RuntimeError(f"rank {self._ranks[place]} is gone: {error}.")
+
+
+def _close_in_child() -> None:
+    for channel in list(_CHANNELS):
+        channel.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def open_channel(group: Group, topology: Topology, path: str, secret: str) -> HostChannel | None:
@@ -151,8 +179,12 @@ def _attempt(make: Callable[[], Made]) -> Made | None:
 def _listen(path: str) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(path)
-    os.chmod(path, 0o600)
-    listener.listen(128)
+    try:
+        os.chmod(path, 0o600)
+        listener.listen(128)
+    except OSError:
+        os.unlink(path)
+        raise
     return listener
 
 

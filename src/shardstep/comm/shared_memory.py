@@ -129,7 +129,7 @@ def _create(path: str, secret: str, size: int) -> Tensor | None:
         os.posix_fallocate(file, 0, size)  # now, not as a crash at the first write to a full file system
         os.pwrite(file, secret.encode(), 0)
         return _map(file, size)
-    except OSError:
+    except (OSError, ValueError):
         return None
     finally:
         os.close(file)
@@ -143,6 +143,8 @@ def _attach(path: str, secret: str, size: int) -> Tensor | None:
         return None
     try:
         return _map(file, size) if os.pread(file, len(secret), 0) == secret.encode() else None
+    except (OSError, ValueError):  # no room in this process's address space: sockets will do
+        return None
     finally:
         os.close(file)
 

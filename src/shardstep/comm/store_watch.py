@@ -1,4 +1,4 @@
-"""Asking the key-value store something when its host may have been cut off.
+"""Asking the key-value store something although its host may have been cut off.
 
 A connection to a host that is gone without a word waits for ever: no call of the store has a time limit for that. So
 the question is asked on a thread, which is left behind if no answer comes. The connection serves one call at a time:
@@ -14,28 +14,42 @@ from typing import TypeVar
 Answer = TypeVar("Answer")
 
 
+class StoreLost(RuntimeError):
+    """The store does not answer."""
+
+
 class StoreWatch:
     """Whether the store answers."""
 
-    def __init__(self, seconds: float) -> None:
-        """``seconds``: how long an answer may take, with everything that the question waits for itself."""
-        self._seconds = seconds
+    def __init__(self) -> None:
         self.is_lost = False
 
-    def ask(self, question: Callable[[], Answer]) -> Answer | None:
-        """The answer; None if there is none, because the store is gone or does not answer in time."""
-        if self.is_lost:
-            return None
+    def ask(self, question: Callable[[], Answer], seconds: float) -> Answer:
+        """The answer, or the error that the question ends with. StoreLost if neither comes in that time."""
         answers: list[Answer] = []
+        errors: list[BaseException] = []
 
         def put() -> None:
             try:
                 answers.append(question())
-            except RuntimeError:  # the store is gone with its host, and said so
-                self.is_lost = True
+            except BaseException as error:  # raised again below, on the thread that asks
+                errors.append(error)
 
-        asking = threading.Thread(target=put, name="shardstep-store", daemon=True)
-        asking.start()
-        asking.join(self._seconds)
-        self.is_lost = self.is_lost or asking.is_alive()
-        return answers[0] if answers else None
+        if not self.is_lost:
+            asking = threading.Thread(target=put, name="shardstep-store", daemon=True)
+            asking.start()
+            asking.join(seconds)
+        if errors:
+            raise errors[0]
+        if not answers:
+            self.is_lost = True
+            raise StoreLost(f"the store has not answered in {seconds:g} s")
+        return answers[0]
+
+    def ask_after_failure(self, question: Callable[[], Answer], seconds: float) -> Answer | None:
+        """The answer; None if there is none, also because the store is gone and said so."""
+        try:
+            return self.ask(question, seconds)
+        except RuntimeError:
+            self.is_lost = True
+            return None

@@ -23,7 +23,7 @@ DIRECT_BYTES = 64 * 1024
 
 
 class AllGatherHandle(NamedTuple):
-    """An all-gather under way. ``BucketAllGather.relay`` it, wait for it, then ``finish`` it."""
+    """An all-gather under way. ``BucketAllGather.relay`` it, wait for it, tell that it ``arrived``, ``unpack`` it."""
 
     under_way: Handle | SharedMessages
     staged: Tensor | None = None  # the buffer in which packed pieces travel
@@ -120,11 +120,14 @@ class BucketAllGather:
         handle.under_way.wait()
         return AllGatherHandle(self._ring.signal(handle.to_relay), handle.staged)
 
-    def finish(self, handle: AllGatherHandle) -> None:
-        """Put what arrived where it belongs."""
+    def arrived(self, handle: AllGatherHandle) -> None:
+        """It was waited for. Once: the next all-gather may start."""
         if self._ring is not None and self._staging is not None:
             assert isinstance(handle.under_way, SharedMessages)
             self._ring.received(handle.under_way)
+
+    def unpack(self, handle: AllGatherHandle) -> None:
+        """Put what arrived where it belongs."""
         if self._staging is not None and handle.staged is not None:
             self._staging.unpack(handle.staged)
         if self._written:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from dataclasses import dataclass
 
 from torch.autograd.profiler import record_function
 
@@ -16,6 +17,16 @@ class GatherFailed(RuntimeError):
     """The parameters could not be gathered. What the ranks have sent each other since is unknown: nothing goes on."""
 
 
+@dataclass
+class _UnderWay:
+    """An all-gather that was started."""
+
+    position: int  # of the bucket
+    gather: BucketAllGather
+    handle: AllGatherHandle
+    has_arrived: bool = False
+
+
 class GatherWindow:
     """What of one step is under way."""
 
@@ -23,12 +34,12 @@ class GatherWindow:
         self._sharded = sharded
         self._consensus = consensus
         self._progress = progress  # hears of every failure, also of those that another error hides
-        self._in_flight: deque[tuple[int, BucketAllGather, AllGatherHandle]] = deque()
+        self._in_flight: deque[_UnderWay] = deque()
 
     @property
     def in_flight(self) -> list[int]:
         """The buckets under way, in the order in which they were started."""
-        return [position for position, _, _ in self._in_flight]
+        return [one.position for one in self._in_flight]
 
     def start(self, position: int) -> None:
         """Start the gather of a bucket. All ranks start them in the same order."""
@@ -42,7 +53,7 @@ class GatherWindow:
         with record_function("shardstep::gather"):
             self._progress.gathers_started += 1
             try:
-                self._in_flight.append((position, gather, gather.start()))
+                self._in_flight.append(_UnderWay(position, gather, gather.start()))
             except RuntimeError as error:
                 raise self._failed(error) from error
 
@@ -52,21 +63,32 @@ class GatherWindow:
             self.finish_oldest()
 
     def finish_oldest(self) -> None:
-        """Wait for the bucket that was started first, and put it where it belongs."""
-        _, gather, handle = self._in_flight.popleft()
+        """Wait for the bucket that was started first, and put it where it belongs.
+
+        With lazy gathers a signal handler may touch a parameter and come here while its thread is here already. So it
+        is under way until all is done, and what must be done once is noted.
+        """
+        one = self._in_flight[0]
         with record_function("shardstep::gather"):
             try:
-                handle = gather.relay(handle)
-                handle.under_way.wait()
-                gather.finish(handle)
+                one.handle = one.gather.relay(one.handle)
+                one.handle.under_way.wait()
+                if not one.has_arrived:
+                    one.has_arrived = True
+                    one.gather.arrived(one.handle)
+                one.gather.unpack(one.handle)
             except RuntimeError as error:
+                self._in_flight.popleft()
                 raise self._failed(error) from error
+        if self._in_flight and self._in_flight[0] is one:
+            self._in_flight.popleft()
 
     def relay(self) -> None:
         """Hand on to the ranks of this host what others send it. What is then left to do needs no other rank's help."""
         with record_function("shardstep::gather"):
             try:
-                self._in_flight = deque((position, one, one.relay(handle)) for position, one, handle in self._in_flight)
+                for one in self._in_flight:
+                    one.handle = one.gather.relay(one.handle)
             except RuntimeError as error:
                 raise self._failed(error) from error
 

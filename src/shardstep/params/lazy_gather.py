@@ -108,9 +108,9 @@ class LazyGathers:
             if through is not None and through not in positions:  # another thread was faster, or an error drained all
                 self._release(through)
                 return
-            count = len(positions) if through is None else len(positions) - positions[::-1].index(through)
             try:
-                for position in positions[:count]:
+                while through in self._gathers.in_flight if through is not None else self._gathers.in_flight:
+                    position = self._gathers.in_flight[0]
                     with torch._C.DisableTorchFunctionSubclass():  # putting a value in its place is no reading of it
                         self._gathers.finish_oldest()
                     if position not in self._gathers.in_flight:  # a large one travels in parts
