@@ -5,16 +5,19 @@ Everything else is real: slots per host, messages between hosts. (Hosts with a n
 
 from __future__ import annotations
 
+import time
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD, AdamW
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.comm import topology
 from shardstep.comm.process_group import open_group
+from shardstep.grads import scheduler
 from shardstep.layout.shares import share
 from tests.harness import run_ranks
 from tests.surroundings import choose
@@ -76,7 +79,7 @@ def test_parameters_gathered_between_hosts_have_the_bits_of_the_plain_optimizer(
 
 def by_hosts(parts: list[Tensor], hosts: tuple[int, ...]) -> Tensor:
     """The mean in the promised order: the ranks of a host, then hosts by their lowest rank. Halves in float32."""
-    wide = torch.float32 if parts[0].dtype == torch.bfloat16 else parts[0].dtype
+    wide = torch.float32 if parts[0].dtype.itemsize == 2 else parts[0].dtype
     sums: dict[int, Tensor] = {}
     for part, host in zip(parts, hosts, strict=True):
         sums[host] = sums[host] + part.to(wide) if host in sums else part.to(wide)
@@ -96,7 +99,7 @@ WAYS = [
 
 def reduce(rank: int, world_size: int, hosts: tuple[int, ...]) -> None:
     """Oracle: the mean of all ranks' gradients, added up by hand."""
-    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
         drawn = [[torch.randn(shape).to(dtype) for shape in SHAPES] for _ in range(world_size)]  # alike on all ranks
         expected = [by_hosts(list(of_ranks), hosts) for of_ranks in zip(*drawn, strict=True)]
         for way, options in WAYS:
@@ -114,3 +117,59 @@ def reduce(rank: int, world_size: int, hosts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("hosts", ARRANGEMENTS, ids=str)
 def test_gradients_are_added_up_host_by_host_whatever_the_transport(hosts):
     run_ranks(reduce, len(hosts), hosts)
+
+
+def late(rank: int, world_size: int, hosts: tuple[int, ...]) -> None:
+    """One rank is later than the others wait in backward; then all ranks do something together before they step."""
+    settle_on(hosts, rank, "shared memory")
+    scheduler.PATIENCE = 0.2
+    params = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in SHAPES]
+    optimizer = ZeroRedundancyOptimizer(params, SGD, lr=1.0, shard_gradients=True, bucket_cap_mb=20 * KB)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = sum((param * (rank + step + 1)).sum() for param in params)
+        if step == 1 and rank == 1:
+            time.sleep(1)
+        loss.backward()
+        dist.all_reduce(loss.detach())  # for a log
+        optimizer.step()
+    total = sum(sum(other + step + 1 for other in range(world_size)) / world_size for step in range(3))
+    assert all(torch.equal(param, torch.full_like(param, -total)) for param in params)
+
+
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 0)], ids=str)
+def test_a_rank_that_is_late_in_backward_is_waited_for_in_the_step(hosts):
+    run_ranks(late, len(hosts), hosts, pg_timeout=20)
+
+
+def skipped(rank: int, world_size: int, hosts: tuple[int, ...]) -> None:
+    """A rank raises in the middle of backward, the others leave theirs, and all skip the batch."""
+    settle_on(hosts, rank, "shared memory")
+    scheduler.PATIENCE = 0.2
+    params = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in SHAPES]
+    optimizer = ZeroRedundancyOptimizer(params, SGD, lr=1.0, shard_gradients=True, bucket_cap_mb=20 * KB)
+    fails = False
+
+    def maybe_fail(gradient: Tensor) -> None:
+        if fails:
+            raise ValueError("here")
+
+    params[3].register_hook(maybe_fail)
+    for step in range(6):
+        optimizer.zero_grad()
+        fails = step in (1, 3) and rank == step % world_size
+        failed = torch.zeros(1)
+        try:
+            sum((param * (rank + 1)).sum() for param in params).backward()
+        except ValueError:
+            failed += 1
+        dist.all_reduce(failed)
+        if not failed:
+            optimizer.step()
+    total = 4 * (world_size + 1) / 2
+    assert all(torch.equal(param, torch.full_like(param, -total)) for param in params)
+
+
+@pytest.mark.parametrize("hosts", [(0, 1), (0, 1, 0)], ids=str)
+def test_a_batch_that_fails_on_one_host_is_skipped_on_all(hosts):
+    run_ranks(skipped, len(hosts), hosts, pg_timeout=20)

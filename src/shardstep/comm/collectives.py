@@ -149,6 +149,21 @@ def swap(group: Group, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Te
     return Handle(tuple(work for work in works if work is not None))
 
 
+def swap_pieces(
+    group: Group, outgoing: Tensor, sizes: Sequence[int], incoming: Sequence[int]
+) -> tuple[Handle, list[Tensor]]:
+    """Start to send every rank its piece of ``outgoing``, and to receive one of each: the pieces, by rank.
+
+    ``sizes``, ``incoming``: how many elements each has. A collective of the whole group, all of whose calls come in the
+    same order. It can be waited for again.
+    """
+    received = outgoing.new_empty(sum(incoming))
+    work = dist.all_to_all_single(
+        received, outgoing, list(incoming), list(sizes), group=group.process_group, async_op=True
+    )
+    return Handle((work,) if work is not None else (), outgoing), list(received.split(list(incoming)))
+
+
 def reduce_shards(group: Group, buffer: Tensor, shards: Sequence[Tensor], total: Tensor) -> Handle:
     """Start to sum a buffer over the ranks, each rank's shard of it for that rank; this rank's sum goes to ``total``.
 

@@ -63,6 +63,7 @@ class Transport(ABC):
     """How parts of buckets are reduced. Stateless: all that is under way is in what ``start`` returns."""
 
     reports = True  # whether a report goes along
+    can_wait_again = False  # whether the data may be waited for with a limit
 
     def __init__(self, group: Group, report: Report, summation: Summation) -> None:
         self._group = group
@@ -78,8 +79,12 @@ class Transport(ABC):
         ``source`` may be a part that was not met: then it is reported once more. ``tag``: the same for what is to meet.
         """
 
-    def exchange(self, scatter: ReduceScatter, tag: int) -> ReduceScatter:
-        """All ranks are in the same bucket, as they report: start what could not be started before."""
+    def exchange(self, scatter: ReduceScatter) -> ReduceScatter:
+        """All ranks are in the same bucket, as they report: start what could not be started before.
+
+        All ranks do it for the same parts in the same order. One that has left backward does it when it comes again, so
+        the others must be able to wait for it in vain, and once more.
+        """
         return scatter
 
     def finish(self, scatter: ReduceScatter, divisor: int, out: Tensor) -> None:
@@ -111,7 +116,9 @@ class BetweenPairs(Transport):
 
 
 class ThroughSharedMemory(Transport):
-    """Slots in the memory of each host; between hosts messages."""
+    """Slots in the memory of each host; between hosts the sums of each."""
+
+    can_wait_again = True
 
     def __init__(
         self,
@@ -119,9 +126,12 @@ class ThroughSharedMemory(Transport):
         report: Report,
         summation: Summation,
         topology: Topology,
+        between: Group | None,
         take_slot: Callable[[], Tensor],
     ) -> None:
+        """``between``: a process group for what goes from host to host; None: there is one host."""
         super().__init__(group, report, summation)
+        self._between = between
         self._topology = topology
         self._take_slot = take_slot
 
@@ -136,36 +146,43 @@ class ThroughSharedMemory(Transport):
             part.pack(source, packed)
         return ReduceScatter(part, self._report(report), packed, Handle(()), [], slot)
 
-    def exchange(self, scatter: ReduceScatter, tag: int) -> ReduceScatter:
+    def exchange(self, scatter: ReduceScatter) -> ReduceScatter:
         assert scatter.slot is not None
         written, part = self._written(scatter.slot, scatter.part), scatter.part
         low, high = part.spans[self._group.rank]
-        if self._topology.is_one_host:
-            return scatter._replace(received=[one[low:high] for one in written])
-        outgoing = {rank: self._sum_for(rank, written, part) for host in self._topology.other_hosts for rank in host}
-        sums = {host: written[0].new_empty(high - low, dtype=sum_dtype(part.dtype)) for host in self._topology.hosts}
-        incoming = {
-            rank: total[slice(*share(high - low, len(host), place))]
-            for host, total in sums.items()
-            if host is not self._topology.host
-            for place, rank in enumerate(host)
-        }
-        self._summation.host_sum([one[low:high] for one in written], sums[self._topology.host])
-        data = collectives.swap(self._group, outgoing, incoming, tag)
-        return scatter._replace(data=data, received=list(sums.values()))
+        mine = [one[low:high] for one in written]
+        if self._between is None:
+            return scatter._replace(received=mine)
+        outgoing, sizes = self._sums_for_others(written, part)
+        topology, incoming = self._topology, [0] * self._group.world_size
+        for host in topology.other_hosts:
+            for place, rank in enumerate(host):
+                first, last = share(high - low, len(host), place)
+                incoming[rank] = last - first
+        data, pieces = collectives.swap_pieces(self._between, outgoing, sizes, incoming)
+        here = self._summation.host_sum(mine, written[0].new_empty(high - low, dtype=sum_dtype(part.dtype)))
+        sums = [[here] if host == topology.host else [pieces[rank] for rank in host] for host in topology.hosts]
+        return scatter._replace(data=data, received=[piece for pieces in sums for piece in pieces])
 
     def finish(self, scatter: ReduceScatter, divisor: int, out: Tensor) -> None:
-        if self._topology.is_one_host:
+        if self._between is None:
             self._summation.mean(scatter.received, divisor, out)
         else:
-            self._summation.mean_of_hosts(scatter.received, divisor, out)
+            self._summation.mean_of_pieces(scatter.received, divisor, out)
 
-    def _sum_for(self, owner: int, written: Sequence[Tensor], part: BucketPart) -> Tensor:
-        """What my host has for a rank of another host: the share of it that I add up."""
-        low, high = part.spans[owner]
-        first, last = share(high - low, len(written), self._topology.place)
-        out = written[0].new_empty(last - first, dtype=sum_dtype(part.dtype))
-        return self._summation.host_sum([one[low + first : low + last] for one in written], out)
+    def _sums_for_others(self, written: Sequence[Tensor], part: BucketPart) -> tuple[Tensor, list[int]]:
+        """What my host has for the ranks of other hosts, the share of it that I add up: side by side, and the sizes."""
+        topology = self._topology
+        shares = [
+            (low, *share(high - low, len(written), topology.place)) if owner not in topology.host else (0, 0, 0)
+            for owner, (low, high) in enumerate(part.spans)
+        ]
+        sizes = [last - first for _, first, last in shares]
+        sums = written[0].new_empty(sum(sizes), dtype=sum_dtype(part.dtype))
+        for (low, first, last), out in zip(shares, sums.split(sizes), strict=True):
+            if first < last:
+                self._summation.host_sum([one[low + first : low + last] for one in written], out)
+        return sums, sizes
 
     def _written(self, slot: Tensor, part: BucketPart) -> list[Tensor]:
         """A slot has room for the whole part of every rank of the host, side by side."""
@@ -201,4 +218,4 @@ class Native(Transport):
 
     def finish(self, scatter: ReduceScatter, divisor: int, out: Tensor) -> None:
         (total,) = scatter.received
-        self._summation.mean_of_hosts([total], divisor, out)
+        self._summation.mean_of_pieces([total], divisor, out)

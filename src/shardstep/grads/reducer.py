@@ -171,14 +171,15 @@ class GradientReducer:
     def _exchange_what_met(self) -> None:
         """Start what could not be started before all ranks were known to be in the same bucket."""
         for sent in self._in_flight:
-            if not sent.is_exchanged and (sent.scatter.reports is None or sent.scatter.reports.is_done):
-                self._exchange(sent)
+            if sent.scatter.reports is not None and not sent.scatter.reports.is_done:
+                return  # all ranks exchange in the same order
+            self._exchange(sent)
 
     def _exchange(self, sent: InFlight) -> None:
         if sent.scatter.reports is not None:
             sent.scatter.reports.wait()
         if not sent.is_exchanged and _is_met(sent):
-            sent.scatter = self._transports.of(sent.part).exchange(sent.scatter, sent.tag)
+            sent.scatter = self._transports.of(sent.part).exchange(sent.scatter)
             sent.is_exchanged = True
 
     def _report(self, part: BucketPart, kept: set[int], here: list[bool] | None) -> bytes:
@@ -236,10 +237,13 @@ class GradientReducer:
         Also if it is of no use here any more: ranks of other replicas wait for this one's part.
         """
         if sent.across is None:
+            transport = self._transports.of(sent.part)
+            limited = patience is not None and transport.can_wait_again
+            if limited and not sent.scatter.data.wait_for(patience):
+                return False
             sent.scatter.data.wait()
             if self._replicate is None:
                 return True
-            transport = self._transports.of(sent.part)
             low, high = transport.mine(sent.part)
             device = self._shards.buckets[sent.part.bucket.position].device
             total = torch.empty(high - low, dtype=sum_dtype(sent.part.dtype), device=device)

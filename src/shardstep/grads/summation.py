@@ -55,9 +55,19 @@ class Summation:
                 total.add_(partial)
         return _divide(total, divisor, out)
 
-    def mean_of_hosts(self, sums: Sequence[Tensor], divisor: int, out: Tensor) -> Tensor:
-        """The mean from the sums of the hosts, in their order."""
-        return _divide(self.host_sum(sums, self._total(out)), divisor, out)
+    def mean_of_pieces(self, pieces: Sequence[Tensor], divisor: int, out: Tensor) -> Tensor:
+        """The mean from the sums of the hosts, in their order; each in one or several pieces, side by side."""
+        total, filled, is_first = self._total(out), 0, True
+        for piece in pieces:
+            target = total[filled : filled + piece.numel()]
+            if is_first:
+                target.copy_(piece)
+            else:
+                target.add_(piece)
+            filled += piece.numel()
+            if filled == total.numel():
+                filled, is_first = 0, False
+        return _divide(total, divisor, out)
 
     def _total(self, out: Tensor) -> Tensor:
         """Where to add up: in the result itself, unless it is of half precision."""

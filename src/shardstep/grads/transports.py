@@ -9,7 +9,7 @@ import torch
 
 from shardstep.comm import collectives
 from shardstep.comm.collectives import GatheredMessages
-from shardstep.comm.process_group import Group
+from shardstep.comm.process_group import Group, open_side_group
 from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
 from shardstep.grads.bucket_part import BucketPart, parts_of
 from shardstep.grads.reduce_scatter import BetweenPairs, Messages, Native, ThroughSharedMemory, Transport
@@ -31,6 +31,7 @@ class ReduceTransports:
         self.number_of: dict[BucketPart, int] = {}
         self._transports: list[Transport] = []  # by bucket
         self._ring: SharedMemoryRing | None = None
+        self._between: Group | None = None  # for what goes from host to host: it must not stand behind reports
         self._report_bytes = 0  # of the longest
 
     def extend(self, shards: Sequence[BucketShard]) -> None:
@@ -95,4 +96,6 @@ class ReduceTransports:
         if self._ring is None:
             return BetweenPairs(self._group, self._report, summation)
         topology = self._sharded.topology
-        return ThroughSharedMemory(self._group, self._report, summation, topology, self._ring.take)
+        if not topology.is_one_host and self._between is None:
+            self._between = open_side_group(self._group)
+        return ThroughSharedMemory(self._group, self._report, summation, topology, self._between, self._ring.take)
