@@ -13,7 +13,8 @@ anything else               one broadcast per shard, all in flight
 ==========================  ============================================================================
 
 Gradients go the other way: on the CPU with gloo every rank gets everybody's part of its shard and sums them itself, in
-rank order; elsewhere ``reduce_scatter_tensor`` (equal shards) or one ``reduce`` per shard.
+one order; elsewhere ``reduce_scatter_tensor`` (equal shards) or one ``reduce`` per shard. Through shared memory, and
+between hosts that have some: see ``params/all_gather.py`` and ``grads/reduce_scatter.py``.
 """
 
 from __future__ import annotations
