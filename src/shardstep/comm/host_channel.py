@@ -12,7 +12,7 @@ import socket
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from shardstep.comm import collectives
@@ -73,6 +73,7 @@ class HostChannel:
         self._pending: deque[SharedMessages] = deque()  # those to which a message is still to come, in order
         self._is_forked = False
         _CHANNELS.add(self)
+        weakref.finalize(self, _close, list(sockets.values()))
 
     def share(self, message: bytes) -> SharedMessages:
         """Send a message to all other ranks of the host, and expect one of each."""
@@ -118,8 +119,7 @@ class HostChannel:
     def close_in_child(self) -> None:
         """In a forked process: its copies of the sockets would keep the others from noticing that this rank is gone."""
         self._is_forked = True
-        for connection in self._sockets.values():
-            connection.close()
+        _close(self._sockets.values())
 
     def _check_not_forked(self) -> None:
         if self._is_forked:
@@ -134,6 +134,11 @@ class HostChannel:
         if isinstance(error, TimeoutError):
             return NotInTime(f"rank {self._ranks[place]} did not come within {seconds:g} s.")
         return RuntimeError(f"rank {self._ranks[place]} is gone: {error}.")
+
+
+def _close(sockets: Iterable[socket.socket]) -> None:
+    for connection in sockets:
+        connection.close()
 
 
 def _close_in_child() -> None:
