@@ -770,8 +770,11 @@ class Counted:
 
 
 class Megabytes(nn.Module):
-    """Twelve parameters of a mebibyte, in shapes that are cut at odd places. In one bucket: with the chosen size each
-    would be a bucket, and cut into as many pieces as there are ranks, of which a rank reads a block more at each end."""
+    """Twelve parameters of a mebibyte, in shapes that are cut at odd places.
+
+    They are put into one bucket: with the chosen size each would be one, and cut into as many pieces as there are
+    ranks, of which a rank reads a block more at each end.
+    """
 
     def __init__(self) -> None:
         super().__init__()
