@@ -86,7 +86,7 @@ def measure(ranks: int, options: argparse.Namespace) -> dict:
         "gradients": run({"kind": "times", "names": GRADIENTS, "rounds": options.rounds}, {}),
         "hooks": run({"kind": "times", "names": HOOKS, "rounds": options.rounds}, {}),
         "demands": run({"kind": "demands", "names": COUNTED}, ON_SOCKETS),
-        "demands, shared memory": run({"kind": "demands", "names": [ZERO2]}, {}),
+        "demands, shared memory": run({"kind": "demands", "names": [ZERO1, ZERO2]}, {}),
     }
     if options.rival_rounds:
         try:
@@ -164,17 +164,18 @@ def traffic_target(name: str) -> Target:
 
 
 def peak_target(run: str, name: str, bounds: dict[int, float]) -> Target:
-    """Gradients in backward, with what is sent and received; through shared memory also all of that, by rank."""
+    """Gradients in backward, with what is sent and received; through shared memory also a rank's part of the slots."""
 
     def measure_it(figures: dict, ranks: int) -> Measured | None:
         row = figures[run].get(name, {"failure": "not measured"})
         if "failure" in row:
             return None
-        peak = max(row["peak_mb"]) + row["shared_mb"] / ranks
+        slots = row["shared_mb"] - figures[run][ZERO1]["shared_mb"]  # without those of parameters
+        peak = max(row["peak_mb"]) + slots / ranks
         value = peak / gradient_mb(figures)
         return Measured(value, f"{value:.2f} ({peak:.1f} MB)", bounds.get(ranks, min(bounds.values())))
 
-    where = "over sockets" if run == "demands" else "through shared memory, all of it counted"
+    where = "over sockets" if run == "demands" else "through shared memory, with its slots for gradients"
     return Target(f"peak of gradients in backward, {name}, {where} / all gradients", measure_it)
 
 

@@ -61,12 +61,13 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         overlap_with_ddp: step inside DDP's backward: see ``hook_with_zero_step``.
         shard: "element" cuts parameters anywhere and gives every rank exactly its share; "tensor" keeps them whole;
             "auto" asks the optimizer, by stepping tiny tensors, whether it may be cut.
-        bucket_cap_mb: the size of a bucket, in MiB. None: a 40th of the parameters, but 1 to 8 (on accelerators 25).
+        bucket_cap_mb: the size of a bucket, in MiB. None: an 18th of the parameters, but 1 to 8 (on accelerators 25).
         shard_gradients: reduce the gradients during backward and keep this rank's share only (ZeRO-2). The model must
             not be wrapped in DDP. ``param.grad`` is then a ``ShardedGradient``; see ``full_grad``, ``no_sync``.
         broadcast_parameters: with ``shard_gradients``: start from rank 0's parameters.
         reduce_dtype: with ``shard_gradients``: in which dtype gradients travel, are summed and kept until the step.
-        gradient_buckets_in_flight: with ``shard_gradients``: how many buckets may be under way at once.
+        gradient_buckets_in_flight: with ``shard_gradients``: how many buckets may be under way at once. None: one on
+            the CPU, two elsewhere.
         overlap_backward: with ``shard_gradients``: False reduces at the end of backward instead of during it.
         lazy_gather: end a step while the last parameters still travel; whoever touches one (a forward) waits for it.
         find_unused_parameters: with ``shard_gradients`` on accelerators: parameters may be unused. (On the CPU always.)
@@ -110,7 +111,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         shard_gradients: bool = False,
         broadcast_parameters: bool = True,
         reduce_dtype: torch.dtype | None = None,
-        gradient_buckets_in_flight: int = 2,
+        gradient_buckets_in_flight: int | None = None,
         overlap_backward: bool = True,
         find_unused_parameters: bool = False,
         lazy_gather: bool = False,

@@ -66,7 +66,7 @@ class GradientReducer:
         self._reporting = open_side_group(sharded.ranks.everyone) if replicate is not None else group
         self._consensus = consensus
         self._settings = settings
-        self._transports = ReduceTransports(sharded, group, self._reporting, settings.in_flight)
+        self._transports = ReduceTransports(sharded, group, self._reporting, settings)
         self._in_flight: deque[InFlight] = deque()
         self._unmet: list[ReduceScatter] = []  # thrown away, and never met over sockets: their memory must stay
         self._failure = ""
@@ -138,7 +138,7 @@ class GradientReducer:
 
     @property
     def _is_full(self) -> bool:
-        is_full = len(self._in_flight) >= self._settings.in_flight or self._transports.is_full
+        is_full = len(self._in_flight) >= self._transports.in_flight or self._transports.is_full
         return bool(self.iteration.resend) or is_full
 
     def _has_under_way(self, part: BucketPart) -> bool:
@@ -290,7 +290,7 @@ class GradientReducer:
             return
         self.iteration.behind = [rank for rank, distance in enumerate(ahead) if distance]
         self.iteration.misses = 0 if any(ahead) else self.iteration.misses + 1
-        if self.iteration.misses > 4 * self._settings.in_flight + 8:
+        if self.iteration.misses > 4 * self._transports.in_flight + 8:
             self._failure = f"the ranks reduce different buckets: {reports.parts(heard.messages)}, by rank"
             self.check()
         self._send_again([sent, *(other for other in self._in_flight if not other.is_over)])

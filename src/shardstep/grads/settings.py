@@ -14,7 +14,7 @@ class ReduceSettings:
     """How gradients are reduced, with ``shard_gradients``."""
 
     reduce_dtype: torch.dtype | None = None
-    in_flight: int = 2
+    in_flight: int | None = None  # None: as many as are of use where the gradients are
     overlap: bool = True
     find_unused: bool = False
 
@@ -24,7 +24,7 @@ class ReduceSettings:
             raise ValueError(
                 f"reduce_dtype expects a floating point dtype but got {self.reduce_dtype!r}. Use torch.float32."
             )
-        if not isinstance(self.in_flight, int) or self.in_flight < 1:
+        if self.in_flight is not None and (not isinstance(self.in_flight, int) or self.in_flight < 1):
             raise ValueError(
                 f"gradient_buckets_in_flight expects a number of at least 1 but got {self.in_flight!r}. Use 2."
             )

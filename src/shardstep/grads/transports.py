@@ -14,6 +14,7 @@ from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
 from shardstep.grads.bucket_part import BucketPart, parts_of
 from shardstep.grads.reduce_scatter import BetweenPairs, Messages, Native, ThroughSharedMemory, Transport
 from shardstep.grads.reports import report_bytes
+from shardstep.grads.settings import ReduceSettings
 from shardstep.grads.shards import BucketShard
 from shardstep.grads.summation import Summation
 from shardstep.params.sharded_parameters import ShardedParameters
@@ -22,11 +23,11 @@ from shardstep.params.sharded_parameters import ShardedParameters
 class ReduceTransports:
     """The parts of all buckets, each with its number and its transport, and the slots of shared memory."""
 
-    def __init__(self, sharded: ShardedParameters, group: Group, reporting: Group, in_flight: int) -> None:
-        """``reporting``: the ranks that report to each other. ``in_flight``: how many parts may be under way."""
+    def __init__(self, sharded: ShardedParameters, group: Group, reporting: Group, settings: ReduceSettings) -> None:
+        """``reporting``: the ranks that report to each other."""
         self._sharded = sharded
         self._group, self._reporting = group, reporting
-        self._in_flight = in_flight
+        self._settings = settings
         self.parts: list[list[BucketPart]] = []  # by bucket
         self.number_of: dict[BucketPart, int] = {}
         self._transports: list[Transport] = []  # by bucket
@@ -55,6 +56,15 @@ class ReduceTransports:
         return all(transport.reports for transport in self._transports)
 
     @property
+    def in_flight(self) -> int:
+        """How many parts may be under way.
+
+        On the CPU one is enough, if the user does not say: whoever packs the next one waits for the same ranks anyway,
+        and it takes half of the memory (*measured*: as fast). An accelerator must not wait for the one before.
+        """
+        return self._settings.in_flight or (1 if self.reports else 2)
+
+    @property
     def is_full(self) -> bool:
         """Whether there is no slot for another part."""
         return self._ring is not None and self._ring.is_full
@@ -78,7 +88,7 @@ class ReduceTransports:
         largest = max(-(-part.nbytes // 64) * 64 for part in self.number_of)
         size = largest * len(self._sharded.topology.host)
         # More slots than parts would stay unused.
-        count = min(self._in_flight, len(self.number_of))
+        count = min(self._settings.in_flight or 1, len(self.number_of))
         if self._ring is None or self._ring.slot_bytes < size or self._ring.in_flight < count:
             self._ring = open_ring(self._group, self._sharded.topology, count, size)
 
