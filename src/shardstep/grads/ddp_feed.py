@@ -141,7 +141,8 @@ class DdpFeed:
         if known is not None and self._stop_watching is not None:  # it rebuilds them once
             self._stop_watching()
         contents = self._look_into(bucket)
-        if all(param.dtype.to_real() == buffer.dtype.to_real() for param in params):  # else they are copies, of this time
+        precision = buffer.dtype.to_real()
+        if all(param.dtype.to_real() == precision for param in params):  # else they are copies, of this time
             self._contents[bucket.index()] = contents
         if bucket.is_last():
             for number in [number for number in self._contents if number > bucket.index()]:
