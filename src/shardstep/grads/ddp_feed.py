@@ -25,6 +25,7 @@ from shardstep.comm.collectives import GradBucket
 from shardstep.comm.process_group import Group
 from shardstep.grads.ddp_buckets import views_of
 from shardstep.grads.ddp_reduced import DdpReducedGradients
+from shardstep.params.model_search import params_of_ddp
 from shardstep.params.sharded_parameters import ShardedParameters
 
 
@@ -179,7 +180,7 @@ class DdpFeed:
     def check_params(self, params: Sequence[Tensor]) -> None:
         """ValueError if these are no parameters of the DDP module, or another optimizer has them."""
         ddp = self._ddp() if self._ddp is not None else None
-        known = set(ddp.parameters()) if ddp is not None else set(params)
+        known = params_of_ddp(ddp) if ddp is not None else set(params)
         for param in params:
             is_taken = any(param in index_of for index_of in self._index_of)
             if isinstance(param, Tensor) and (param not in known or is_taken):
