@@ -14,12 +14,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardstep.comm import process_group
 from shardstep.comm.collectives import GradBucket
+from shardstep.comm.process_group import Group
+from shardstep.comm.rank_groups import RankGroups
 from shardstep.grads.ddp_buckets import DdpBucketGradients
 from shardstep.grads.ddp_feed import DdpFeed
 from shardstep.grads.ddp_reduced import DdpReducedGradients
 from shardstep.grads.reduced_gradients import ReducedGradients
 from shardstep.optimizer import ZeroRedundancyOptimizer
-from shardstep.params.model_search import ddp_modules_of
+from shardstep.params.model_search import ddp_modules_of, params_of_ddp
 from shardstep.state.wrappers import unwrapped
 
 
@@ -193,17 +195,14 @@ def _check_wrapped_once(
 
 def _check_fits(call: str, optimizer: ZeroRedundancyOptimizer, ddp: DistributedDataParallel) -> None:
     sharded = optimizer.engine.sharded
-    if not process_group.same_ranks(process_group.open_group(ddp.process_group), sharded.ranks.everyone):
-        raise ValueError(
-            f"{call} expects an optimizer over the ranks that DDP reduces over, but its process_group has other ones. "
-            "Pass the same process_group to both."
-        )
-    reduced = {param for param in ddp.parameters() if param.requires_grad}
+    _check_ranks(call, sharded.ranks, process_group.open_group(ddp.process_group))
+    reduced = params_of_ddp(ddp)
     for index, param in sharded.params.items():
         if param.requires_grad and param not in reduced:
             raise ValueError(
-                f"{call} expects an optimizer over parameters of the DDP module, but "
-                f"{sharded.layout.spec_of[index].label} is none. Wrap a model that has it, or drop it."
+                f"{call} expects an optimizer over parameters that the DDP module reduces, but "
+                f"{sharded.layout.spec_of[index].label} is {_strangeness(ddp, param)}. Wrap a model that has it, or "
+                "drop it."
             )
     if not sharded.lies_as_placed():
         raise ValueError(
@@ -211,3 +210,24 @@ def _check_fits(call: str, optimizer: ZeroRedundancyOptimizer, ddp: DistributedD
             "parameters_as_bucket_view made some contiguous. Drop it, or call model.to(memory_format="
             "torch.contiguous_format) before DDP."
         )
+
+
+def _strangeness(ddp: DistributedDataParallel, param: torch.Tensor) -> str:
+    is_ignored = any(param is one for one in ddp.parameters())
+    return "one that DDP was told to ignore" if is_ignored else "none of its"
+
+
+def _check_ranks(call: str, ranks: RankGroups, reduced: Group) -> None:
+    """ValueError unless DDP reduces over the ranks of the optimizer: no fewer, no others."""
+    if process_group.same_ranks(reduced, ranks.everyone):
+        return
+    if ranks.mesh is None:
+        raise ValueError(
+            f"{call} expects an optimizer over the ranks that DDP reduces over, but its process_group has other ones. "
+            "Pass the same process_group to both."
+        )
+    theirs, ours = (process_group.rank_numbers(process_group.ranks_of(one)) for one in (reduced, ranks.everyone))
+    raise ValueError(
+        f"{call} expects DDP to reduce over all ranks of the optimizer's mesh {ranks.describe()}, but DDP has global "
+        f"{theirs} and the mesh {ours}. Build DDP over all ranks of the mesh, not over one dimension of it."
+    )

@@ -19,6 +19,7 @@ from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
 from tests.hook_twins import HOOKS, SMALL_CAP, Tangled, batch_of, two_groups
 from tests.meshes import Shape, check_alike, mesh_of
+from tests.oracle import error_of
 
 
 def trained(rank: int, world: int, shape: Shape, way: str, views: bool, unused: bool) -> None:
@@ -55,3 +56,23 @@ def trained(rank: int, world: int, shape: Shape, way: str, views: bool, unused: 
 def test_ddps_buckets_are_reduced_inside_and_across(shape, way, views, unused):
     """With a step after backward and torch's own clipping, and inside both stepping hooks."""
     run_ranks(trained, shape[0] * shape[1], shape, way, views, unused, timeout=60, pg_timeout=20)
+
+
+def over_one_dimension(rank: int, world: int, bare: bool) -> None:
+    mesh = mesh_of((2, 2))
+    ddp = DistributedDataParallel(Tangled(), process_group=mesh.get_group("shard"))
+    opt = ZeroRedundancyOptimizer(ddp.parameters(), AdamW, mesh, lr=0.05)
+    if bare:
+        ddp.register_comm_hook(opt, shardstep.reduce_scatter_hook)
+        error = error_of(lambda: ddp(batch_of(rank, 0)).square().mean().backward(), "DDP over one dimension")
+    else:
+        error = error_of(lambda: shardstep.shard_ddp_gradients(ddp, opt), "DDP over one dimension")
+    assert isinstance(error, ValueError)
+    ranks = "0, 1" if rank < 2 else "2, 3"
+    assert "expects DDP to reduce over all ranks of the optimizer's mesh (replicate: 2, shard: 2)" in str(error)
+    assert f"DDP has global ranks {ranks} and the mesh ranks 0, 1, 2, 3" in str(error)
+
+
+@pytest.mark.parametrize("bare", [False, pytest.param(True, marks=pytest.mark.again)])
+def test_ddp_over_one_dimension_of_the_mesh_is_refused(bare):
+    run_ranks(over_one_dimension, 4, bare, timeout=60, pg_timeout=20)

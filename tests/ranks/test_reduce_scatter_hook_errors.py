@@ -85,6 +85,13 @@ def parameters_of_another_model() -> Case:
     return ddp, (zero([*ddp.parameters(), *other.parameters()]),)
 
 
+def a_parameter_that_ddp_ignores() -> Case:
+    module = Tangled()
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ["layers.1.bias"])
+    ddp = wrapped(module)
+    return ddp, (zero(module.named_parameters()),)
+
+
 CASES: dict[Callable[[], Case], tuple[type[Exception], str]] = {
     a_plain_optimizer: (TypeError, "of class shardstep.ZeroRedundancyOptimizer but got SGD"),
     nothing: (TypeError, "but got none"),
@@ -94,7 +101,8 @@ CASES: dict[Callable[[], Case], tuple[type[Exception], str]] = {
     wrapped_twice: (ValueError, "wrapped in DistributedDataParallel once"),
     in_two_modules: (ValueError, "wrapped in DistributedDataParallel once"),
     in_two_optimizers: (ValueError, "parameter 0 is in two of them"),
-    parameters_of_another_model: (ValueError, "expects an optimizer over parameters of the DDP module"),
+    parameters_of_another_model: (ValueError, "is none of its"),
+    a_parameter_that_ddp_ignores: (ValueError, "('layers.1.bias') is one that DDP was told to ignore"),
 }
 
 

@@ -247,6 +247,47 @@ def test_torchs_clipping_costs_one_collective_until_the_gradients_change():
     run_ranks(one_collective, 3)
 
 
+def norm_after_no_sync(rank: int, world: int, later: bool) -> None:
+    """The same batch on every rank: then what DDP adds up in no_sync, on each rank alone, is its mean as well."""
+    twins = made(as_view=later)
+    twins.rank = 0
+    if later:
+        twins.train(2)
+    twins.zero_grad()
+    twins.backward(0)
+    for sync in (True, False, False, True):
+        gradients = twins.each(lambda side: [param.grad for param in side.ddp.parameters()])
+        norms = [nn.utils.get_total_norm(one) for one in gradients]
+        assert_close(norms[1], norms[0], f"norm, {sync=}", CLOSE)
+        twins.backward(1, sync=sync)
+    twins.check_gradients()
+    twins.step()
+    twins.check_weights()
+
+
+@pytest.mark.parametrize("later", BOTH)
+def test_a_norm_counts_what_came_in_no_sync_since_the_last_one(later):
+    run_ranks(norm_after_no_sync, 3, later)
+
+
+def strange_orders(rank: int, world: int) -> None:
+    twins = made(as_view=False)
+    twins.backward()
+    params = list(twins.ours.ddp.parameters())
+    for order in (0, -1, float("-inf"), float("nan")):
+        for ask in (lambda: params[0].grad.norm(order), lambda: nn.utils.clip_grad_norm_(params, 1.0, order)):  # noqa: B023
+            error = error_of(ask, f"order {order}")
+            assert isinstance(error, ValueError)
+            assert "sharded gradient's norm expects a number above 0, or inf, but got" in str(error)
+    twins.step()
+    twins.check_weights()
+
+
+def test_norms_of_order_0_and_below_are_refused():
+    """Each piece would count by itself: the smallest of all is not what the pieces' norms tell."""
+    run_ranks(strange_orders, 2)
+
+
 def two_optimizers(module: nn.Module, sharded: bool) -> tuple[DistributedDataParallel, list[Any]]:
     """The first layers to one optimizer, the next to another; the last one has a plain gradient."""
     ddp = DistributedDataParallel(module, bucket_cap_mb=0.003)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 
-def checked_order(norm_type: float) -> float:
-    """ValueError unless there is such a norm."""
+def checked_order(norm_type: float, what: str = "norm_type") -> float:
+    """ValueError unless there is such a norm. (Those of order 0 and below do not add up over pieces.)"""
     order = float(norm_type)
     if not order > 0:
-        raise ValueError(f"norm_type expects a number above 0, or inf, but got {norm_type!r}. Use 2.")
+        raise ValueError(f"{what} expects a number above 0, or inf, but got {norm_type!r}. Use 2.")
     return order
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from shardstep.comm import collectives
@@ -80,7 +81,7 @@ class DdpBucketGradients(SteppedByHook, ParameterGradients):
         assert self._backward is not None
         index_of, backward = self._sharded.index_of, self._backward
         found = [
-            (index_of[param], param, view)
+            (index_of[param], param, view.to(param.dtype))
             for param, view in views_of(bucket, reduced)
             if param in index_of and index_of[param] not in backward.held
         ]
@@ -187,16 +188,27 @@ class ParameterUsage:
 def views_of(bucket: GradBucket, reduced: Tensor) -> list[tuple[Tensor, Tensor]]:
     """The parameters of a bucket, each with its gradient: a view of the reduced buffer, laid out as DDP does.
 
-    That is in the order of the parameter's own memory if it is dense. (``bucket.gradients()`` knows offsets only.)
+    That is in the order of the parameter's own memory if it is dense. (``bucket.gradients()`` knows offsets only.) Of a
+    buffer in another precision than the parameters' the views have its precision.
     """
     views = []
     buffer = bucket.buffer()
     for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
-        offset = gradient.storage_offset() - buffer.storage_offset() + reduced.storage_offset()
+        elements = _elements(param, reduced)
+        offset = gradient.storage_offset() - buffer.storage_offset() + elements.storage_offset()
         stride = param.stride() if _is_dense(param) else gradient.stride()
-        view = reduced.as_strided(gradient.size(), stride, offset)
-        views.append((param, view if view.dtype == param.dtype else view.to(param.dtype)))
+        views.append((param, elements.as_strided(gradient.size(), stride, offset)))
     return views
+
+
+def _elements(param: Tensor, reduced: Tensor) -> Tensor:
+    """The buffer in elements like the parameter's, which are what DDP counts offsets in.
+
+    Complex ones DDP hands over as pairs of real numbers: communication backends know no others.
+    """
+    if not param.is_complex() or reduced.is_complex():
+        return reduced
+    return torch.view_as_complex(reduced.view(-1, 2))
 
 
 def _is_dense(param: Tensor) -> bool:

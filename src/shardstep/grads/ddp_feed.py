@@ -25,6 +25,7 @@ from shardstep.comm.collectives import GradBucket
 from shardstep.comm.process_group import Group
 from shardstep.grads.ddp_buckets import views_of
 from shardstep.grads.ddp_reduced import DdpReducedGradients
+from shardstep.params.model_search import params_of_ddp
 from shardstep.params.sharded_parameters import ShardedParameters
 
 
@@ -34,7 +35,7 @@ class _Contents(NamedTuple):
     buffer: Tensor
     params: list[Tensor]
     owned: list[list[tuple[int, Tensor]]]  # by optimizer: its parameters in it, and views of their gradients
-    foreign: list[Tensor]  # gradients of parameters that no optimizer has
+    foreign: list[Tensor]  # views of the gradients of parameters that no optimizer has, in real numbers
 
 
 class DdpFeed:
@@ -141,7 +142,8 @@ class DdpFeed:
         if known is not None and self._stop_watching is not None:  # it rebuilds them once
             self._stop_watching()
         contents = self._look_into(bucket)
-        if all(param.dtype == buffer.dtype for param in params):  # else they are copies, of this time
+        precision = buffer.dtype.to_real()
+        if all(param.dtype.to_real() == precision for param in params):  # else they are copies, of this time
             self._contents[bucket.index()] = contents
         if bucket.is_last():
             for number in [number for number in self._contents if number > bucket.index()]:
@@ -159,12 +161,12 @@ class DdpFeed:
                 "embedding: sparse=False)."
             )
         foreign = []
-        for (param, view), gradient in zip(views_of(bucket, buffer), bucket.gradients(), strict=True):
+        for param, view in views_of(bucket, buffer):
             position = next((at for at, index_of in enumerate(self._index_of) if param in index_of), None)
             if position is None:
-                foreign.append(gradient)
+                foreign.append(torch.view_as_real(view) if view.is_complex() else view)
             else:
-                owned[position].append((self._index_of[position][param], view))
+                owned[position].append((self._index_of[position][param], view.to(param.dtype)))
         return _Contents(buffer, params, owned, foreign)
 
     def forget_buckets(self) -> None:
@@ -178,7 +180,7 @@ class DdpFeed:
     def check_params(self, params: Sequence[Tensor]) -> None:
         """ValueError if these are no parameters of the DDP module, or another optimizer has them."""
         ddp = self._ddp() if self._ddp is not None else None
-        known = set(ddp.parameters()) if ddp is not None else set(params)
+        known = params_of_ddp(ddp) if ddp is not None else set(params)
         for param in params:
             is_taken = any(param in index_of for index_of in self._index_of)
             if isinstance(param, Tensor) and (param not in known or is_taken):

@@ -60,7 +60,8 @@ class DdpScheduler(BackwardScheduler):
             elif not self._shards.is_exposed(index):  # (it is if an earlier round brought it a moment ago)
                 self._iteration.fresh.add(index)
             if self._sharded.params[index].grad is not None and copied is not Copied.NOTHING:  # it was used here
-                self._iteration.arrived[index] = gradient
+                # Nobody waits for what is frozen. Its bucket may be gone, and DDP's buffer filled anew before the next.
+                self._iteration.arrived[index] = gradient if self._is_trained(index) else gradient.clone()
                 self._shards.expose(index)
             self._mark(current, index)
 
@@ -70,10 +71,20 @@ class DdpScheduler(BackwardScheduler):
         if current is None:
             return
         for index, zeros in gradients:
-            if not self._settings.find_unused:  # else the others tell what is used
+            if not self._settings.find_unused and self._is_trained(index):  # else the others tell what is used
                 self._iteration.arrived[index] = zeros
                 self._shards.expose(index)
             self._mark(current, index)
+
+    def _mark(self, current: Round, index: int) -> None:
+        """DDP also hands over what was frozen after it was built: nobody waits for that."""
+        if self._is_trained(index):
+            super()._mark(current, index)
+        else:
+            current.seen.add(index)
+
+    def _is_trained(self, index: int) -> bool:
+        return self._sharded.params[index].requires_grad
 
     def take_last(self) -> None:
         """DDP has handed over its last bucket: send the rest, and bring in everything."""

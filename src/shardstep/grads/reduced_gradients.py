@@ -58,7 +58,7 @@ class ReducedGradients(GradientSource):
         self._shards = GradientShards(sharded, settings.reduce_dtype)
         self._reducer = GradientReducer(sharded, self._shards, open_side_group(sharded.group), consensus, settings)
         self._norms = NormExchange(self._ranks)
-        self._changes = 0  # how often reduced gradients were changed in place, or forgotten
+        self._changes = 0  # how often reduced gradients were changed in place, added to, or forgotten
         self._wide = torch.float32  # in which norms are added up
         self._scheduler = self._make_scheduler()
 
@@ -164,7 +164,7 @@ class ReducedGradients(GradientSource):
         self._scheduler.settle()
 
     def changed(self) -> None:
-        """A reduced gradient was changed in place."""
+        """A reduced gradient was changed in place, or something is to be added to it."""
         self._changes += 1
 
     def displaced(self, index: int, by: Tensor) -> None:
@@ -195,7 +195,7 @@ class ReducedGradients(GradientSource):
 
     @property
     def _state(self) -> tuple[int, int]:
-        """Another one after every reduction, scaling and ``zero_grad``."""
+        """Another one after every backward, also in DDP's ``no_sync``, reduction, scaling and ``zero_grad``."""
         return self._reducer.sent, self._changes
 
     def unscale(self, like: Tensor, found_inf: Tensor, inverse_scale: Tensor) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn, Protocol
 import torch
 from torch import Tensor
 
+from shardstep.grads.clipping import checked_order
 from shardstep.grads.ddp_caller import is_called_by_ddp
 
 aten = torch.ops.aten
@@ -27,7 +28,7 @@ class Owner(Protocol):
         """Collective. Bring in what is under way."""
 
     def changed(self) -> None:
-        """A reduced gradient was changed in place."""
+        """A reduced gradient was changed in place, or something is to be added to it."""
 
     def displaced(self, index: int, by: Tensor) -> None:
         """DDP puts a view of its new bucket in the place of a sharded gradient."""
@@ -129,6 +130,7 @@ def _accumulate(func: Any, gradient: Any, other: Any, alpha: float = 1) -> Any:
     if not isinstance(gradient, ShardedGradient) or torch._C._current_graph_task_id() < 0:
         raise RuntimeError(_refusal("adding", _first((gradient, other))))
     gradient.incoming = other if gradient.incoming is None else gradient.incoming + other
+    gradient._owner.changed()
     return gradient
 
 
@@ -181,7 +183,8 @@ def _norm(
 ) -> Tensor:
     if dim is not None or keepdim:
         raise RuntimeError(_refusal(str(func), gradient))
-    return gradient._owner.norm_of(gradient._index, float(ord), dtype or gradient.dtype)
+    order = checked_order(ord, "the order of a sharded gradient's norm")
+    return gradient._owner.norm_of(gradient._index, order, dtype or gradient.dtype)
 
 
 def _norms(func: Any, gradients: list[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:

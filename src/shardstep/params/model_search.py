@@ -27,6 +27,21 @@ def ddp_modules_of(params: Iterable[Tensor]) -> list[DistributedDataParallel]:
     ]
 
 
+def params_of_ddp(ddp: DistributedDataParallel) -> set[Tensor]:
+    """The parameters of a DDP module that it does not ignore: those that it reduces unless they are frozen.
+
+    (It is told by names, ``_set_params_and_buffers_to_ignore_for_model``, and joins a module's and a parameter's with a
+    dot, also where the module has none: it ignores no parameter of the model itself.)
+    """
+    ignored = ddp.parameters_to_ignore
+    return {
+        param
+        for prefix, module in ddp.module.named_modules()
+        for name, param in module.named_parameters(recurse=False)
+        if f"{prefix}.{name}" not in ignored
+    }
+
+
 def check_not_in_ddp(params: Iterable[Tensor]) -> None:
     """ValueError if DistributedDataParallel reduces the gradients of these parameters already."""
     if ddp_modules_of(params):
