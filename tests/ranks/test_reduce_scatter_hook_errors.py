@@ -184,6 +184,29 @@ def test_all_ranks_are_told_what_one_has_wrong(bare):
     assert all("failed on rank 1" in text for text in (told[0], told[2]))
 
 
+def no_optimizer_on_one_rank(rank: int, world: int, bare: bool) -> str:
+    """Rank 1 gives a plain optimizer, which cannot compare anything with the others."""
+    ddp = wrapped()
+    mine = zero(ddp.parameters())
+    given = SGD(ddp.parameters(), lr=0.1) if rank == 1 else mine
+    started = time.monotonic()
+    if bare:
+        ddp.register_comm_hook(given, reduce_scatter_hook)
+        error = error_of(lambda: ddp(batch_of(rank, 0)).square().mean().backward(), "one rank has none of ours")
+    else:
+        error = error_of(lambda: shard_ddp_gradients(ddp, given), "one rank has none of ours")
+    assert time.monotonic() - started < 20, "not after a time-out"
+    assert mine is not None
+    return str(error)
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_all_ranks_are_told_that_one_gave_no_optimizer_of_ours(bare):
+    told = run_ranks(no_optimizer_on_one_rank, 3, bare)
+    assert all("of class shardstep.ZeroRedundancyOptimizer but got SGD" in text for text in told), told
+    assert all("failed on rank 1" in text for text in (told[0], told[2])), told
+
+
 def no_module(rank: int, world: int) -> None:
     module = Tangled()
     error = error_of(lambda: shard_ddp_gradients(module, zero(module.parameters())), "a plain module")
