@@ -134,8 +134,7 @@ class Shadow(JoinHook):
     """Takes part, on a rank that has run out of inputs, in what the others do."""
 
     def __init__(self, optimizer: Uneven, attendance: JoinAttendance) -> None:
-        self._optimizer = optimizer
-        self._attendance = attendance
+        self._optimizer, self._attendance = optimizer, attendance
 
     def main_hook(self) -> None:
         source = self._optimizer.engine.source

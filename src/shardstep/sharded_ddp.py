@@ -218,9 +218,8 @@ def _check_fits(call: str, optimizer: ZeroRedundancyOptimizer, ddp: DistributedD
     for index, param in sharded.params.items():
         if param.requires_grad and param not in reduced:
             raise ValueError(
-                f"{call} expects an optimizer over parameters that the DDP module reduces, but "
-                f"{sharded.layout.spec_of[index].label} is {_strangeness(ddp, param)}. Wrap a model that has it, or "
-                "drop it."
+                f"{call} expects an optimizer over parameters of the DDP module, which it reduces, but "
+                f"{sharded.layout.spec_of[index].label} is {_strangeness(ddp, param)}. Have DDP reduce it, or drop it."
             )
     if not sharded.lies_as_placed():
         raise ValueError(

@@ -101,7 +101,7 @@ CASES: dict[Callable[[], Case], tuple[type[Exception], str]] = {
     wrapped_twice: (ValueError, "wrapped in DistributedDataParallel once"),
     in_two_modules: (ValueError, "wrapped in DistributedDataParallel once"),
     in_two_optimizers: (ValueError, "parameter 0 is in two of them"),
-    parameters_of_another_model: (ValueError, "is none of its"),
+    parameters_of_another_model: (ValueError, "expects an optimizer over parameters of the DDP module"),
     a_parameter_that_ddp_ignores: (ValueError, "('layers.1.bias') is one that DDP was told to ignore"),
 }
 
