@@ -20,7 +20,7 @@ from shardstep.comm.codec import decode, dtype_name, dtype_of, encode
 from shardstep.comm.process_group import Group, ProcessGroup
 from shardstep.comm.rank_groups import RankGroups
 from shardstep.engine import Engine
-from shardstep.grads.attendance import Activity, Call, JoinEnded, Roll
+from shardstep.grads.attendance import Activity, Call, JoinEnded, Roll, expecting_a_step
 from shardstep.grads.source import GradientSource, StepGradients
 from shardstep.layout.specs import Layout, Piece
 from shardstep.params.local_optimizer import options_of
@@ -107,7 +107,7 @@ class JoinAttendance:
         active = sum(call.kind != Activity.JOINED for call in everyone)
         most_sent = max(call.sent for call in everyone) if any(call.aborted for call in everyone) else None
         divisor = self._group.world_size if self.divides_by_initial_world_size else active
-        return Roll(divisor, max(call.iteration for call in everyone), most_sent)
+        return Roll(divisor, max(call.iteration for call in everyone), most_sent, active < len(everyone))
 
     def announce_clipping(self, max_norm: float, order: float) -> None:
         """Collective. In a Join context: have the ranks without inputs take part in clipping."""
@@ -134,8 +134,7 @@ class Shadow(JoinHook):
     """Takes part, on a rank that has run out of inputs, in what the others do."""
 
     def __init__(self, optimizer: Uneven, attendance: JoinAttendance) -> None:
-        self._optimizer = optimizer
-        self._attendance = attendance
+        self._optimizer, self._attendance = optimizer, attendance
 
     def main_hook(self) -> None:
         source = self._optimizer.engine.source
@@ -151,7 +150,8 @@ class Shadow(JoinHook):
 
     def _meet(self, source: GradientSource) -> tuple[list[Call], Call]:
         """What everybody does now, and what the ranks with inputs do."""
-        everyone = self._attendance.meet(Call(Activity.JOINED, sent=source.sent))
+        with expecting_a_step(under_ddp=source.reduces_in_ddp or not source.calls_roll):
+            everyone = self._attendance.meet(Call(Activity.JOINED, sent=source.sent))
         return everyone, next((call for call in everyone if call.kind != Activity.JOINED), Call(Activity.JOINED))
 
     def post_hook(self, is_last_joiner: bool) -> None:

@@ -6,7 +6,7 @@ share.
 # No ``from __future__ import annotations``: DDP compares the annotations of a hook with the types themselves.
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ def shard_ddp_gradients(ddp: DistributedDataParallel, *optimizers: ZeroRedundanc
         raise TypeError(
             f"{call} expects a DistributedDataParallel module but got a {type(ddp).__name__}. Wrap the model first."
         )
-    found = _optimizers_of(call, optimizers)
+    found = _optimizers_of(call, optimizers, ddp.parameters)
     _check(call, found, ddp)
     ddp.register_comm_hook(tuple(found), reduce_scatter_hook)
     _connect(found, ddp)
@@ -68,7 +68,7 @@ def reduce_scatter_hook(
         bucket: one of DDP's buckets.
     """
     call = "reduce_scatter_hook"
-    optimizers = _optimizers_of(call, state if isinstance(state, Sequence) else (state,))
+    optimizers = _optimizers_of(call, state if isinstance(state, Sequence) else (state,), bucket.parameters)
     feed = _feed_of(optimizers)
     if feed is None:
         feed = _connect(optimizers, _check(call, optimizers, None))
@@ -81,16 +81,34 @@ def connect_stepping_hook(call: str, ddp: DistributedDataParallel, zero: ZeroRed
     return _connect([zero], ddp)
 
 
-def _optimizers_of(call: str, given: Sequence[Any]) -> list[ZeroRedundancyOptimizer]:
+def _optimizers_of(
+    call: str, given: Sequence[Any], params: Callable[[], Iterable[torch.Tensor]]
+) -> list[ZeroRedundancyOptimizer]:
+    """The optimizers that were given. TypeError if one is none of ours, of which the ranks that have one hear.
+
+    ``params``: parameters that theirs are over.
+    """
     found = [unwrapped(optimizer) for optimizer in given]
     strange = [type(one).__qualname__ for one in found if not isinstance(one, ZeroRedundancyOptimizer)]
-    if strange or not found:
-        raise TypeError(
-            f"{call} expects one or several optimizers of class shardstep.ZeroRedundancyOptimizer but got "
-            f"{', '.join(strange) or 'none'}. Pass the optimizer of the model's parameters (to register_comm_hook: as "
-            "the state)."
-        )
-    return found
+    if not strange and found:
+        return found
+    error = TypeError(
+        f"{call} expects one or several optimizers of class shardstep.ZeroRedundancyOptimizer but got "
+        f"{', '.join(strange) or 'none'}. Pass the optimizer of the model's parameters (to register_comm_hook: as "
+        "the state)."
+    )
+    for optimizer in _optimizers_over(params()):
+        optimizer.engine.consensus.report_failure(call, error)
+    raise error
+
+
+def _optimizers_over(params: Iterable[torch.Tensor]) -> list[ZeroRedundancyOptimizer]:
+    """Those that this process has. To build one is collective, so what other ranks have is here, too."""
+    params = list(params)
+    # (isinstance would wake lazy objects. One that could not be built has no engine.)
+    found = [thing for thing in gc.get_objects() if issubclass(type(thing), ZeroRedundancyOptimizer)]
+    built = [one for one in found if "engine" in vars(one)]
+    return [one for one in built if any(param in one.engine.sharded.index_of for param in params)]
 
 
 def _feed_of(optimizers: Sequence[ZeroRedundancyOptimizer]) -> DdpFeed | None:
@@ -200,9 +218,8 @@ def _check_fits(call: str, optimizer: ZeroRedundancyOptimizer, ddp: DistributedD
     for index, param in sharded.params.items():
         if param.requires_grad and param not in reduced:
             raise ValueError(
-                f"{call} expects an optimizer over parameters that the DDP module reduces, but "
-                f"{sharded.layout.spec_of[index].label} is {_strangeness(ddp, param)}. Wrap a model that has it, or "
-                "drop it."
+                f"{call} expects an optimizer over parameters of the DDP module, which it reduces, but "
+                f"{sharded.layout.spec_of[index].label} is {_strangeness(ddp, param)}. Have DDP reduce it, or drop it."
             )
     if not sharded.lies_as_placed():
         raise ValueError(

@@ -101,7 +101,7 @@ CASES: dict[Callable[[], Case], tuple[type[Exception], str]] = {
     wrapped_twice: (ValueError, "wrapped in DistributedDataParallel once"),
     in_two_modules: (ValueError, "wrapped in DistributedDataParallel once"),
     in_two_optimizers: (ValueError, "parameter 0 is in two of them"),
-    parameters_of_another_model: (ValueError, "is none of its"),
+    parameters_of_another_model: (ValueError, "expects an optimizer over parameters of the DDP module"),
     a_parameter_that_ddp_ignores: (ValueError, "('layers.1.bias') is one that DDP was told to ignore"),
 }
 
@@ -182,6 +182,29 @@ def test_all_ranks_are_told_what_one_has_wrong(bare):
     told = run_ranks(on_one_rank, 3, bare)
     assert all("wrapped in DistributedDataParallel once" in text for text in told)
     assert all("failed on rank 1" in text for text in (told[0], told[2]))
+
+
+def no_optimizer_on_one_rank(rank: int, world: int, bare: bool) -> str:
+    """Rank 1 gives a plain optimizer, which cannot compare anything with the others."""
+    ddp = wrapped()
+    mine = zero(ddp.parameters())
+    given = SGD(ddp.parameters(), lr=0.1) if rank == 1 else mine
+    started = time.monotonic()
+    if bare:
+        ddp.register_comm_hook(given, reduce_scatter_hook)
+        error = error_of(lambda: ddp(batch_of(rank, 0)).square().mean().backward(), "one rank has none of ours")
+    else:
+        error = error_of(lambda: shard_ddp_gradients(ddp, given), "one rank has none of ours")
+    assert time.monotonic() - started < 20, "not after a time-out"
+    assert mine is not None
+    return str(error)
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_all_ranks_are_told_that_one_gave_no_optimizer_of_ours(bare):
+    told = run_ranks(no_optimizer_on_one_rank, 3, bare)
+    assert all("of class shardstep.ZeroRedundancyOptimizer but got SGD" in text for text in told), told
+    assert all("failed on rank 1" in text for text in (told[0], told[2])), told
 
 
 def no_module(rank: int, world: int) -> None:

@@ -6,6 +6,7 @@ The tolerance is that of ``tests/sharded_ddp_twins.py``.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -177,3 +178,60 @@ def without_the_optimizer(rank: int, world: int) -> str:
 def test_an_optimizer_that_is_not_in_the_join_context_is_missed():
     told = run_ranks(without_the_optimizer, 2, pg_timeout=3, fresh=True)
     assert "Use Join([ddp, optimizer])" in told[0]
+
+
+def accumulating(rank: int, world: int, sharded: bool, no_sync: bool) -> str:
+    """Two backwards for a step. Rank 0 has one step's batches, the others two."""
+    ddp = DistributedDataParallel(Tangled(), bucket_cap_mb=SMALL_CAP)
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), SGD, lr=0.1)
+    if sharded:
+        shard_ddp_gradients(ddp, optimizer)
+
+    def train() -> None:
+        with Join([ddp, optimizer]):
+            for iteration in range(4 if rank else 2):
+                with ddp.no_sync() if no_sync and iteration % 2 == 0 else nullcontext():
+                    ddp(batch_of(rank, iteration)).square().mean().backward()
+                if iteration % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    return str(error_of(train, "accumulation in a Join context"))
+
+
+@pytest.mark.parametrize("no_sync", BOTH)
+def test_accumulation_in_a_join_context_is_refused_by_name(no_sync):
+    told = run_ranks(accumulating, 3, True, no_sync, pg_timeout=4, fresh=True)
+    got = (
+        ["this one is in no_sync"] * 3
+        if no_sync
+        else ["no rank came to step here"] + ["no step since the last one"] * 2
+    )
+    for text, expected in zip(told, got, strict=True):
+        assert "Do not accumulate gradients" in text, told
+        assert expected in text, told
+
+
+@pytest.mark.again  # the way to the error is the same
+def test_without_sharded_gradients_the_rank_without_inputs_names_accumulation():
+    """The others may be in DDP's forward, of which the optimizer knows nothing."""
+    told = run_ranks(accumulating, 2, False, False, pg_timeout=3, fresh=True)
+    assert "Do not accumulate gradients" in told[0], told
+
+
+def skipping(rank: int, world: int) -> None:
+    """As long as every rank has inputs, a step may be skipped (as GradScaler does), and gradients added up."""
+    twins = ShardedTwins.make(SGD, groups=all_params, lr=0.1)
+    for ours, side in enumerate((twins.theirs, twins.ours)):
+        with Join([side.ddp, side.optimizer] if ours else [side.ddp]):
+            for iteration in range(4):
+                side.backward(batch_of(rank, iteration))
+                if iteration != 1:
+                    side.optimizer.step()
+                    side.optimizer.zero_grad()
+    twins.check_weights()
+    twins.train(1)
+
+
+def test_a_step_may_be_skipped_in_a_join_context_while_all_ranks_have_inputs():
+    run_ranks(skipping, 3)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -42,10 +44,34 @@ class Roll(NamedTuple):
     divisor: int  # by which sums are divided
     iteration: int | None = None  # in a Join context: the one that the ranks with inputs are in
     most_sent: int | None = None  # if an iteration was aborted: how many buckets the rank ahead has sent
+    someone_has_joined: bool = False  # in a Join context: whether a rank is without inputs
 
 
 class JoinEnded(RuntimeError):
     """A rank has run out of inputs, and the Join context is to end early, on all ranks."""
+
+
+_ONE_STEP = (
+    "a Join context expects every forward of DDP to be followed by a backward that is reduced and by one step, because "
+    "a rank without inputs takes part in both, but {}. Do not accumulate gradients (nor skip a step) there, or use "
+    "shard_gradients=True without DDP, where each is announced."
+)
+
+
+def step_is_missing(got: str) -> RuntimeError:
+    """For accumulation in a Join context with DDP. ``got``: what happened instead."""
+    return RuntimeError(_ONE_STEP.format(got))
+
+
+@contextmanager
+def expecting_a_step(under_ddp: bool) -> Iterator[None]:
+    """Around a collective in which a rank without inputs waits for the others; under DDP, for their step."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not under_ddp:
+            raise
+        raise step_is_missing(f"no rank came to step here ({error})") from error
 
 
 class Attendance(Protocol):

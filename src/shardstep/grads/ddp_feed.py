@@ -55,14 +55,26 @@ class DdpFeed:
         self._has_taken_over = False
         self._contents: dict[int, _Contents] = {}  # of DDP's buckets, by their number
         self._stop_watching: Callable[[], Any] | None = None
+        if ddp is not None:
+            self._before_forward(ddp, DdpFeed.begin_turn)
         if ddp is not None and ddp.gradient_as_bucket_view:  # its own forward begins with rebuilding buckets
-            handle = ddp.module.register_forward_pre_hook(_ForwardHook(weakref.ref(self)))
-            self._stop_watching = weakref.finalize(self, handle.remove)
+            self._stop_watching = self._before_forward(ddp.module, DdpFeed.begin_forward)
+
+    def _before_forward(self, module: Module, call: Callable[[DdpFeed], None]) -> Callable[[], Any]:
+        """Have ``call`` called before every forward of a module, as long as this object lives. What ends it earlier."""
+        handle = module.register_forward_pre_hook(_ForwardHook(weakref.ref(self), call))
+        return weakref.finalize(self, handle.remove)
 
     @property
     def is_orphaned(self) -> bool:
         """Whether the DDP module is gone."""
         return self._ddp is not None and self._ddp() is None
+
+    def begin_turn(self) -> None:
+        """DDP is about to run. RuntimeError if it must not, in a Join context."""
+        ddp = self._ddp() if self._ddp is not None else None
+        for source in self._living_sources():
+            source.begin_turn(reduces=ddp is None or ddp.require_backward_grad_sync)
 
     def begin_forward(self) -> None:
         """The module inside DDP is about to run."""
@@ -191,18 +203,18 @@ class DdpFeed:
 
 
 class _ForwardHook:
-    """Before the forward of the module inside DDP. Does not keep the feed; a copy, or a saved module, has none."""
+    """Before the forward of a module. Does not keep the feed; a copy, or a saved module, has none."""
 
-    def __init__(self, feed: weakref.ref[DdpFeed] | None) -> None:
-        self._feed = feed
+    def __init__(self, feed: weakref.ref[DdpFeed] | None, call: Callable[[DdpFeed], None] | None) -> None:
+        self._feed, self._call = feed, call
 
     def __call__(self, module: Module, inputs: Any) -> None:
         feed = self._feed() if self._feed is not None else None
-        if feed is not None:
-            feed.begin_forward()
+        if feed is not None and self._call is not None:
+            self._call(feed)
 
-    def __reduce__(self) -> tuple[type[_ForwardHook], tuple[None]]:
-        return _ForwardHook, (None,)
+    def __reduce__(self) -> tuple[type[_ForwardHook], tuple[None, None]]:
+        return _ForwardHook, (None, None)
 
 
 def _is_same(known: _Contents, buffer: Tensor, params: list[Tensor]) -> bool:

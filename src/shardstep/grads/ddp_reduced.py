@@ -9,9 +9,9 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from shardstep.comm.consensus import RankConsensus
-from shardstep.grads.attendance import Attendance
+from shardstep.grads.attendance import Attendance, step_is_missing
 from shardstep.grads.ddp_scheduler import DdpScheduler
-from shardstep.grads.hook_state import SteppedByHook
+from shardstep.grads.hook_state import HookState, SteppedByHook
 from shardstep.grads.reduced_gradients import ReducedGradients
 from shardstep.grads.settings import ReduceSettings
 from shardstep.params.sharded_parameters import ShardedParameters
@@ -43,6 +43,7 @@ class DdpReducedGradients(SteppedByHook, ReducedGradients):
         settings = ReduceSettings(find_unused=find_unused)
         super().__init__(sharded, consensus, settings, attendance, broadcasts=False)
         self.feed: Feed | None = None
+        self._awaits_step = False  # in a Join context: since a forward of DDP
 
     def _make_scheduler(self) -> DdpScheduler:
         return DdpScheduler(self._sharded, self._shards, self._reducer, self._settings, self._attendance)
@@ -72,6 +73,27 @@ class DdpReducedGradients(SteppedByHook, ReducedGradients):
     def take_last(self) -> None:
         """Collective. That was DDP's last bucket."""
         self._scheduler.take_last()
+
+    def begin_turn(self, reduces: bool) -> None:
+        """DDP's forward begins; ``reduces``: not in its ``no_sync``. In a Join context that is a turn for all ranks.
+
+        RuntimeError if a rank without inputs would wait in it for a step in vain.
+        """
+        if self._hook is not HookState.NONE or not self._attendance.may_be_incomplete:
+            return
+        if not reduces:
+            raise step_is_missing("this one is in no_sync")
+        if self._awaits_step and self._scheduler.someone_has_joined:
+            raise step_is_missing("there was no step since the last one")
+        self._awaits_step = True
+
+    def stepped(self) -> None:
+        super().stepped()
+        self._awaits_step = False
+
+    def leave_join(self) -> None:
+        super().leave_join()
+        self._awaits_step = False
 
     def begin_forward(self) -> None:
         """DDP has rebuilt its buckets, if it wanted to: what it has put on the parameters is of no use."""

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 
+from shardstep.grads.attendance import Roll
 from shardstep.grads.iteration import IterationState, Round
 from shardstep.grads.scheduler import BackwardScheduler
 from shardstep.grads.sharded_gradient import Copied
@@ -24,6 +25,12 @@ from shardstep.grads.sharded_gradient import Copied
 
 class DdpScheduler(BackwardScheduler):
     """Is handed every gradient by DDP, once per round."""
+
+    someone_has_joined = False  # in a Join context: whether a rank was without inputs in the last round
+
+    def _begin_with(self, roll: Roll) -> Round:
+        self.someone_has_joined = roll.someone_has_joined
+        return super()._begin_with(roll)
 
     def begin(self) -> None:
         """Collective. DDP hands over its first bucket."""
