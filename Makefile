@@ -63,7 +63,7 @@ HOST_TOOLS := (command -v ip && command -v tc && command -v nsenter) > /dev/null
 
 test-hosts: $(VENV)/installed
 	$(HOST_TOOLS)
-	$(BIN)/python -m pytest tests/hosts -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest tests/hosts tests/test_restarts.py -m hosts -n 2 --dist loadfile $(ARGS)
 
 # The suite with another torch, without the frameworks: make test-torch TORCH=2.9.1 PYTHON=python3.12. Every version has
 # an environment of its own (5-7 GB with its CUDA libraries); torch is named again so that nothing else changes it.

@@ -93,7 +93,7 @@ def start_agent(number: int, port: int, directory: Path, mode: str) -> subproces
     )
 
 
-@pytest.mark.long
+@pytest.mark.hosts  # of a rank each, which share this machine
 def test_a_job_that_loses_a_host_goes_on_with_two_of_three_ranks(tmp_path: Path) -> None:
     """The mean of 12 samples is summed as 3 x 4 and as 2 x 6: other roundings, float64.
 

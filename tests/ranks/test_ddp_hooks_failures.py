@@ -165,8 +165,14 @@ def one_rank_raises(rank: int, world: int, hook: str, where: str) -> tuple[str, 
     return type(error).__name__, str(error), time.monotonic() - start
 
 
-@pytest.mark.parametrize("where", ["forward", "step"])
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(
+    ("hook", "where"),
+    [
+        *((hook, "forward") for hook in HOOKS),
+        ("interleaved", "step"),
+        pytest.param("at the end", "step", marks=pytest.mark.again),  # waits for the same time-out
+    ],
+)
 def test_a_rank_that_raises_makes_the_others_raise_within_the_timeout(hook, where):
     """The rank that failed stays alive, as one in a debugger or an exception handler does."""
     told = run_ranks(one_rank_raises, 3, hook, where, timeout=40, pg_timeout=5)

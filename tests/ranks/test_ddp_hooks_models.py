@@ -367,7 +367,13 @@ def two_optimizers_on_one_model(rank: int, world: int, inside: str, outside: str
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("inside", "outside"), list(itertools.product(HOOKS, HOOKS)))
+@pytest.mark.parametrize(
+    ("inside", "outside"),
+    [
+        pytest.param(*pair, marks=[pytest.mark.again] * (pair == ("at the end",) * 2))
+        for pair in itertools.product(HOOKS, HOOKS)
+    ],
+)
 def test_two_optimizers_on_one_model_with_one_hook_inside_the_other(inside, outside):
     """Ranks that find a reduction done in the first hook must not wait for ranks that find it done in the second.
 
