@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from shardstep.comm.consensus import RankConsensus
+from shardstep.comm.phases import phase
 from shardstep.grads.source import GradientSource, StepGradients
 from shardstep.params.gather_window import GatherWindow
 from shardstep.params.lazy_gather import LazyGathers
@@ -39,6 +39,7 @@ class Step:
         self._window = GatherWindow(engine.sharded, engine.consensus, engine.progress)
         self.update: Callable[[], Any] | None = None
         self.kwargs: dict[str, Any] = {}  # for the local optimizer's step
+        self._local_step = unhooked_step(engine.optimizer)
         self._waiting = dict.fromkeys(self._sharded.plan.active_buckets)
 
     @property
@@ -50,8 +51,8 @@ class Step:
         """Update this rank's pieces of one bucket, and start its gather."""
         del self._waiting[position]
         if self.update is None:
-            with record_function("shardstep::update"):
-                self._sharded.update_bucket(self._engine.optimizer, position)
+            with phase("shardstep::update"):
+                self._sharded.update_bucket(self._engine.optimizer, self._local_step, position)
         self._window.start(position)
 
     def finish(self, lazily: bool = False) -> Any:
@@ -61,7 +62,7 @@ class Step:
         """
         result = None
         if self.update is not None:
-            with record_function("shardstep::update"):
+            with phase("shardstep::update"):
                 result = self.update()
         for position in reversed(self.waiting) if lazily else self.waiting:
             self.advance(position)

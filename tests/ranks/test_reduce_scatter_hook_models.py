@@ -327,10 +327,10 @@ def volume(rank: int, world: int) -> dict[str, int]:
     module = Chain(list(range(6)))
     side = sharded(module, AdamW, all_params, lr=0.05)
     sent = {"reduced": 0, "gathered": 0, "all-reduced": 0}
-    swap, gather, reduce = collectives.swap_shards, collectives.gather_shards, dist.all_reduce
+    swap, gather, reduce = collectives.swap, collectives.gather_shards, dist.all_reduce
 
     def swapping(group: Any, outgoing: Any, *args: Any) -> Any:
-        sent["reduced"] += sum(part.nbytes for to, part in enumerate(outgoing) if to != rank)
+        sent["reduced"] += sum(part.nbytes for part in outgoing.values())
         return swap(group, outgoing, *args)
 
     def gathering(group: Any, shards: Any) -> Any:
@@ -343,13 +343,13 @@ def volume(rank: int, world: int) -> dict[str, int]:
 
     side.backward(batch_of(rank, 0))
     side.optimizer.step()  # the second iteration counts: DDP compares a few numbers in the first
-    collectives.swap_shards, collectives.gather_shards, dist.all_reduce = swapping, gathering, reducing
+    collectives.swap, collectives.gather_shards, dist.all_reduce = swapping, gathering, reducing
     try:
         side.optimizer.zero_grad()
         side.backward(batch_of(rank, 1))
         side.optimizer.step()
     finally:
-        collectives.swap_shards, collectives.gather_shards, dist.all_reduce = swap, gather, reduce
+        collectives.swap, collectives.gather_shards, dist.all_reduce = swap, gather, reduce
     return {**sent, "whole": sum(param.nbytes for param in module.parameters())}
 
 

@@ -125,12 +125,6 @@ class GatheredMessages:
         return [bytes(row) for row in self._rows.tolist()]
 
 
-def swap_shards(group: Group, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: int) -> Handle:
-    """Start to send ``outgoing[r]`` to every rank r and to receive ``incoming[r]`` from it. See ``swap``."""
-    others = [rank for rank in range(group.world_size) if rank != group.rank]
-    return swap(group, {rank: outgoing[rank] for rank in others}, {rank: incoming[rank] for rank in others}, tag)
-
-
 def swap(group: Group, outgoing: Mapping[int, Tensor], incoming: Mapping[int, Tensor], tag: int = 0) -> Handle:
     """Start to send tensors to some ranks and to receive tensors from some: 1D, contiguous, of any dtype.
 

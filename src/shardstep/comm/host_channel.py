@@ -8,6 +8,7 @@ of the kernel, and who waits for it is woken up by it. A rank that is gone is no
 from __future__ import annotations
 
 import os
+import select
 import socket
 import time
 import weakref
@@ -72,6 +73,9 @@ class HostChannel:
         self._shared = 0
         self._pending: deque[SharedMessages] = deque()  # those to which a message is still to come, in order
         self._is_forked = False
+        self._buffer = memoryview(bytearray(_MOST_BYTES))
+        for connection in sockets.values():
+            connection.setblocking(False)  # most messages are there when they are asked for: no need to wait first
         _CHANNELS.add(self)
         weakref.finalize(self, _close, list(sockets.values()))
 
@@ -82,8 +86,7 @@ class HostChannel:
             raise RuntimeError(f"a message to other ranks expects at most {_MOST_BYTES} bytes but has {len(message)}.")
         for place, connection in self._sockets.items():
             try:
-                connection.settimeout(self.timeout)
-                connection.send(message)
+                _send(connection, message, self.timeout)
             except OSError as error:
                 raise self._gone(place, error, self.timeout) from error
         messages: list[bytes | None] = [None] * len(self._ranks)
@@ -100,8 +103,7 @@ class HostChannel:
         for place, connection in self._sockets.items():
             while self._received[place] <= number:
                 try:
-                    connection.settimeout(max(deadline - time.monotonic(), 1e-6))
-                    message = connection.recv(_MOST_BYTES)
+                    message = self._next_message(connection, deadline)
                 except OSError as error:
                     raise self._gone(place, error, seconds) from error
                 if not message:
@@ -110,6 +112,14 @@ class HostChannel:
                 self._received[place] += 1
         while self._pending and self._first <= min(self._received.values(), default=number + 1) - 1:
             self._pending.popleft()
+
+    def _next_message(self, connection: socket.socket, deadline: float) -> bytes:
+        """Empty: there are no more. TimeoutError if none comes."""
+        while True:
+            try:
+                return bytes(self._buffer[: connection.recv_into(self._buffer)])
+            except BlockingIOError:
+                _wait(connection, select.POLLIN, deadline - time.monotonic())
 
     @property
     def _first(self) -> int:
@@ -134,6 +144,25 @@ class HostChannel:
         if isinstance(error, TimeoutError):
             return NotInTime(f"rank {self._ranks[place]} did not come within {seconds:g} s.")
         return RuntimeError(f"rank {self._ranks[place]} is gone: {error}.")
+
+
+def _send(connection: socket.socket, message: bytes, seconds: float) -> None:
+    """TimeoutError if the other end has no room for it in that time."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            connection.send(message)
+            return
+        except BlockingIOError:
+            _wait(connection, select.POLLOUT, deadline - time.monotonic())
+
+
+def _wait(connection: socket.socket, event: int, seconds: float) -> None:
+    """TimeoutError if the event does not come."""
+    poll = select.poll()
+    poll.register(connection, event)
+    if not poll.poll(max(seconds, 0) * 1000):
+        raise TimeoutError
 
 
 def _close(sockets: Iterable[socket.socket]) -> None:

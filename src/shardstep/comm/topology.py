@@ -10,7 +10,8 @@ import hashlib
 import os
 import socket
 from collections.abc import Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 from shardstep.comm import collectives
 from shardstep.comm.process_group import Group
@@ -19,23 +20,24 @@ SHARED_FOLDER = "/dev/shm"
 _BOOT = "/proc/sys/kernel/random/boot_id"
 
 
-class Topology(NamedTuple):
+@dataclass(frozen=True)
+class Topology:
     """The ranks of a group by host: the ranks of a host in order, hosts by their lowest rank."""
 
     rank: int  # this one
     hosts: tuple[tuple[int, ...], ...]
 
-    @property
+    @cached_property
     def host(self) -> tuple[int, ...]:
         """The ranks of this rank's host."""
         return next(host for host in self.hosts if self.rank in host)
 
-    @property
+    @cached_property
     def place(self) -> int:
         """This rank's place among those of its host."""
         return self.host.index(self.rank)
 
-    @property
+    @cached_property
     def other_hosts(self) -> list[tuple[int, ...]]:
         return [host for host in self.hosts if self.rank not in host]
 

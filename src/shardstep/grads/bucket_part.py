@@ -6,15 +6,27 @@ every rank's shard, so that all ranks have something to add up in each of them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from math import ceil
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardstep.layout.shares import share
 from shardstep.layout.specs import Bucket
+
+Span = tuple[int, int]
+
+
+class Segment(NamedTuple):
+    """A run of the part that comes from one parameter's gradient, or is padding."""
+
+    place: int | None  # of the parameter in the bucket; None: zeros
+    start: int  # in the flattened gradient
+    stop: int
+    whole: bool  # all of the gradient
 
 
 class BucketPart:
@@ -34,38 +46,33 @@ class BucketPart:
             ends = list(accumulate(high - low for low, high in self.ranges))
             self.spans = [(end - high + low, end) for end, (low, high) in zip(ends, self.ranges, strict=True)]
             self.numel = ends[-1]
-        self._whole = count == 1
-        self._gaps = _gaps(bucket)
+        self._segments = list(_all_of(bucket) if count == 1 else _ranges_of(bucket, self.ranges))
+        self._selected: dict[tuple[Span, ...], list[Segment]] = {}
 
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def pack(self, gradients: Sequence[Tensor | None], target: Tensor) -> Tensor:
-        """Copy the bucket's gradients, in its order (None: zeros), as far as they are of this part."""
+    def without(self, rank: int) -> tuple[Span, Span]:
+        """The spans of the part that are for other ranks than this one."""
+        low, high = self.spans[rank]
+        return (0, low), (high, self.numel)
+
+    def pack(self, gradients: Sequence[Tensor | None], target: Tensor, *spans: Span) -> Tensor:
+        """Copy the bucket's gradients, in its order (None: zeros), as far as they are of these spans (none: all)."""
         zeros = torch.zeros(1, dtype=self.dtype, device=target.device)
         with torch.no_grad():
-            torch.cat(self._all(gradients, zeros) if self._whole else self._some(gradients[0], zeros), out=target)
+            sources = [_source(gradients, segment, zeros) for segment in self._segments_of(spans)]
+            if sources:
+                torch.cat(sources, out=target)
         return target
 
-    def _all(self, gradients: Sequence[Tensor | None], zeros: Tensor) -> list[Tensor]:
-        sources = []
-        for gradient, numel, gap in zip(gradients, self.bucket.numels, self._gaps, strict=True):
-            sources.append(zeros.expand(numel) if gradient is None else gradient.detach().reshape(-1))
-            if gap:  # padding is zero, so that it counts in no norm
-                sources.append(zeros.expand(gap))
-        return sources
-
-    def _some(self, gradient: Tensor | None, zeros: Tensor) -> list[Tensor]:
-        """Of a bucket that is one large parameter."""
-        if gradient is None:
-            return [zeros.expand(self.numel)]
-        flat = gradient.detach().reshape(-1)
-        sources = []
-        for low, high in self.ranges:
-            inside = flat[low:high]
-            sources += [inside, zeros.expand(high - low - inside.numel())]
-        return sources
+    def _segments_of(self, spans: tuple[Span, ...]) -> list[Segment]:
+        if not spans:
+            return self._segments
+        if spans not in self._selected:
+            self._selected[spans] = [one for low, high in spans for one in _between(self._segments, low, high)]
+        return self._selected[spans]
 
 
 def parts_of(bucket: Bucket, world_size: int, most_bytes: float, dtype: torch.dtype) -> list[BucketPart]:
@@ -74,12 +81,44 @@ def parts_of(bucket: Bucket, world_size: int, most_bytes: float, dtype: torch.dt
     return [BucketPart(bucket, world_size, number, count, dtype) for number in range(count)]
 
 
-def _within(start: int, bounds: tuple[int, int]) -> tuple[int, int]:
+def _source(gradients: Sequence[Tensor | None], segment: Segment, zeros: Tensor) -> Tensor:
+    gradient = None if segment.place is None else gradients[segment.place]
+    if gradient is None:
+        return zeros.expand(segment.stop - segment.start)
+    flat = gradient.reshape(-1)
+    return flat if segment.whole else flat[segment.start : segment.stop]
+
+
+def _within(start: int, bounds: Span) -> Span:
     return start + bounds[0], start + bounds[1]
 
 
-def _gaps(bucket: Bucket) -> list[int]:
-    """The padding behind each parameter of a bucket."""
+def _all_of(bucket: Bucket) -> Iterator[Segment]:
+    """Every parameter and the padding behind it, which is zero so that it counts in no norm."""
     ends = [*bucket.offsets[1:], bucket.numel]
-    starts = zip(bucket.offsets, bucket.numels, strict=True)
-    return [end - offset - numel for end, (offset, numel) in zip(ends, starts, strict=True)]
+    for place, (offset, numel, end) in enumerate(zip(bucket.offsets, bucket.numels, ends, strict=True)):
+        yield Segment(place, 0, numel, True)
+        if end > offset + numel:
+            yield Segment(None, 0, end - offset - numel, False)
+
+
+def _ranges_of(bucket: Bucket, ranges: Sequence[Span]) -> Iterator[Segment]:
+    """These ranges of a bucket that is one large parameter."""
+    (numel,) = bucket.numels
+    for low, high in ranges:
+        inside = max(min(high, numel), low)
+        yield Segment(0, low, inside, False)
+        if high > inside:
+            yield Segment(None, 0, high - inside, False)
+
+
+def _between(segments: Sequence[Segment], low: int, high: int) -> Iterator[Segment]:
+    """What of the segments is from element ``low`` to ``high`` of what they are together."""
+    begin = 0
+    for place, start, stop, whole in segments:
+        end = begin + stop - start
+        first, last = max(low, begin), min(high, end)
+        if first < last:
+            cut = (first, last) != (begin, end)
+            yield Segment(place, start + first - begin, start + last - begin, whole and not cut)
+        begin = end

@@ -3,7 +3,7 @@
 ==========================  ============================================================================
 where the gradients are     how they are reduced
 ==========================  ============================================================================
-CPU, gloo, memory shared    ``ThroughSharedMemory``: every rank packs its part into a slot of its host.
+CPU, gloo, memory shared    ``ThroughSharedMemory``: every rank packs what others own into a slot of its host.
                             Several hosts: the ranks of a host add up what owners on other hosts need
                             of it, each its share, and send them that: it crosses once per direction
 CPU, gloo, otherwise        ``BetweenPairs``: packed once, then messages between every pair of ranks
@@ -36,10 +36,15 @@ class ReduceScatter(NamedTuple):
 
     part: BucketPart
     reports: Messages | None  # what every rank says about it; None on other backends than gloo
-    packed: Tensor  # what this rank has of it
+    packed: Tensor  # what this rank has of it, for the others
+    own: Tensor  # what this rank has of its own share
     data: Handle
     received: list[Tensor]  # what is added up: everybody's of my share, by rank; sums of hosts; or the sum
     slot: Tensor | None = None  # of shared memory
+
+    def tensors(self) -> list[Tensor]:
+        """Its memory, without that of its own share, which is the shard's."""
+        return [self.packed, *(one for one in self.received if one is not self.own)]
 
 
 class Messages(Protocol):
@@ -57,6 +62,7 @@ class Messages(Protocol):
 
 
 Report = Callable[[bytes], Messages]  # tell all ranks something, and start to hear what they tell
+Source = Sequence[Tensor | None] | ReduceScatter
 
 
 class Transport(ABC):
@@ -71,12 +77,11 @@ class Transport(ABC):
         self._summation = summation
 
     @abstractmethod
-    def start(
-        self, part: BucketPart, source: Sequence[Tensor | None] | ReduceScatter, report: bytes, tag: int
-    ) -> ReduceScatter:
+    def start(self, part: BucketPart, source: Source, own: Tensor, report: bytes, tag: int) -> ReduceScatter:
         """Pack a part of these gradients, start to give everybody their share, and tell about it.
 
-        ``source`` may be a part that was not met: then it is reported once more. ``tag``: the same for what is to meet.
+        ``source`` may be a part that was not met: then it is reported once more. ``own``: memory for this rank's share,
+        the same one again if it is reported again. ``tag``: the same for what is to meet.
         """
 
     def exchange(self, scatter: ReduceScatter) -> ReduceScatter:
@@ -88,7 +93,10 @@ class Transport(ABC):
         return scatter
 
     def finish(self, scatter: ReduceScatter, divisor: int, out: Tensor) -> None:
-        """Put the mean of my share into ``out``, of the dtype of the part or of its sums. The data has arrived."""
+        """Put the mean of my share into ``out``, of the dtype of the part or of its sums. The data has arrived.
+
+        ``out`` may be the memory that ``start`` was given.
+        """
         self._summation.mean(scatter.received, divisor, out)
 
     def mine(self, part: BucketPart) -> tuple[int, int]:
@@ -99,20 +107,19 @@ class Transport(ABC):
 class BetweenPairs(Transport):
     """Messages between every pair of ranks."""
 
-    def start(
-        self, part: BucketPart, source: Sequence[Tensor | None] | ReduceScatter, report: bytes, tag: int
-    ) -> ReduceScatter:
+    def start(self, part: BucketPart, source: Source, own: Tensor, report: bytes, tag: int) -> ReduceScatter:
         if isinstance(source, ReduceScatter):
             return source._replace(reports=self._report(report))
-        packed = part.pack(source, torch.empty(part.numel, dtype=part.dtype, device="cpu"))
-        low, high = part.spans[self._group.rank]
-        received = [
-            packed[low:high] if rank == self._group.rank else packed.new_empty(high - low)
-            for rank in range(self._group.world_size)
-        ]
-        outgoing = [packed[start:stop].view(torch.uint8) for start, stop in part.spans]
-        data = collectives.swap_shards(self._group, outgoing, [one.view(torch.uint8) for one in received], tag)
-        return ReduceScatter(part, self._report(report), packed, data, received)
+        rank = self._group.rank
+        packed = torch.empty(part.numel - own.numel(), dtype=part.dtype, device="cpu")
+        part.pack(source, packed, *part.without(rank))
+        part.pack(source, own, part.spans[rank])
+        others = [other for other in range(self._group.world_size) if other != rank]
+        outgoing = {other: _span_for(other, packed, rank, part) for other in others}
+        incoming = {other: torch.empty_like(own) for other in others}
+        data = collectives.swap(self._group, outgoing, incoming, tag)
+        received = [incoming.get(other, own) for other in range(self._group.world_size)]
+        return ReduceScatter(part, self._report(report), packed, own, data, received)
 
 
 class ThroughSharedMemory(Transport):
@@ -134,33 +141,35 @@ class ThroughSharedMemory(Transport):
         self._between = between
         self._topology = topology
         self._take_slot = take_slot
+        self._regions: dict[tuple[int, BucketPart], SlotRegions] = {}  # by address of the slot
 
-    def start(
-        self, part: BucketPart, source: Sequence[Tensor | None] | ReduceScatter, report: bytes, tag: int
-    ) -> ReduceScatter:
+    def start(self, part: BucketPart, source: Source, own: Tensor, report: bytes, tag: int) -> ReduceScatter:
         slot = self._take_slot()
-        packed = self._written(slot, part)[self._topology.place]
+        packed = self._regions_in(slot, part).mine
         if isinstance(source, ReduceScatter):
             packed.copy_(source.packed)
         else:
-            part.pack(source, packed)
-        return ReduceScatter(part, self._report(report), packed, Handle(()), [], slot)
+            rank = self._group.rank
+            part.pack(source, packed, *part.without(rank))
+            part.pack(source, own, part.spans[rank])
+        return ReduceScatter(part, self._report(report), packed, own, Handle(()), [], slot)
 
     def exchange(self, scatter: ReduceScatter) -> ReduceScatter:
         assert scatter.slot is not None
-        written, part = self._written(scatter.slot, scatter.part), scatter.part
-        low, high = part.spans[self._group.rank]
-        mine = [one[low:high] for one in written]
+        part, topology = scatter.part, self._topology
+        regions = self._regions_in(scatter.slot, part)
+        mine = [*regions.for_me]
+        mine.insert(topology.place, scatter.own)
         if self._between is None:
             return scatter._replace(received=mine)
-        outgoing, sizes = self._sums_for_others(written, part)
-        topology, incoming = self._topology, [0] * self._group.world_size
+        outgoing, sizes = self._sums_for_others(regions, part)
+        numel, incoming = scatter.own.numel(), [0] * self._group.world_size
         for host in topology.other_hosts:
             for place, rank in enumerate(host):
-                first, last = share(high - low, len(host), place)
+                first, last = share(numel, len(host), place)
                 incoming[rank] = last - first
         data, pieces = collectives.swap_pieces(self._between, outgoing, sizes, incoming)
-        here = self._summation.host_sum(mine, written[0].new_empty(high - low, dtype=sum_dtype(part.dtype)))
+        here = self._summation.host_sum(mine, scatter.own.new_empty(numel, dtype=sum_dtype(part.dtype)))
         sums = [[here] if host == topology.host else [pieces[rank] for rank in host] for host in topology.hosts]
         return scatter._replace(data=data, received=[piece for pieces in sums for piece in pieces])
 
@@ -170,25 +179,69 @@ class ThroughSharedMemory(Transport):
         else:
             self._summation.mean_of_pieces(scatter.received, divisor, out)
 
-    def _sums_for_others(self, written: Sequence[Tensor], part: BucketPart) -> tuple[Tensor, list[int]]:
+    def _sums_for_others(self, regions: SlotRegions, part: BucketPart) -> tuple[Tensor, list[int]]:
         """What my host has for the ranks of other hosts, the share of it that I add up: side by side, and the sizes."""
         topology = self._topology
         shares = [
-            (low, *share(high - low, len(written), topology.place)) if owner not in topology.host else (0, 0, 0)
+            share(high - low, len(topology.host), topology.place) if owner not in topology.host else (0, 0)
             for owner, (low, high) in enumerate(part.spans)
         ]
-        sizes = [last - first for _, first, last in shares]
-        sums = written[0].new_empty(sum(sizes), dtype=sum_dtype(part.dtype))
-        for (low, first, last), out in zip(shares, sums.split(sizes), strict=True):
+        sizes = [last - first for first, last in shares]
+        sums = regions.mine.new_empty(sum(sizes), dtype=sum_dtype(part.dtype))
+        for owner, ((first, last), out) in enumerate(zip(shares, sums.split(sizes), strict=True)):
             if first < last:
-                self._summation.host_sum([one[low + first : low + last] for one in written], out)
+                self._summation.host_sum([one[first:last] for one in regions.written_for(owner, part)], out)
         return sums, sizes
 
-    def _written(self, slot: Tensor, part: BucketPart) -> list[Tensor]:
-        """A slot has room for the whole part of every rank of the host, side by side."""
-        size = slot.numel() // len(self._topology.host) // 64 * 64
-        starts = (place * size for place in range(len(self._topology.host)))
-        return [slot[start : start + part.nbytes].view(part.dtype) for start in starts]
+    def _regions_in(self, slot: Tensor, part: BucketPart) -> SlotRegions:
+        """Where the ranks of the host write in a slot."""
+        key = slot.data_ptr(), part
+        if key not in self._regions:
+            self._regions[key] = regions_in(slot, part, self._topology)
+        return self._regions[key]
+
+
+class SlotRegions(NamedTuple):
+    """A slot, while a part of a bucket is in it: every rank of the host writes what others own of it, side by side."""
+
+    host: tuple[int, ...]
+    regions: list[Tensor]  # by place on the host
+    mine: Tensor
+    for_me: list[Tensor]  # what each other rank of the host has for this one
+
+    def written_for(self, owner: int, part: BucketPart) -> list[Tensor]:
+        """What each rank of the host has for a rank that is not on it."""
+        return [_span_for(owner, region, rank, part) for rank, region in zip(self.host, self.regions, strict=True)]
+
+
+def slot_bytes(part: BucketPart, host: Sequence[int]) -> int:
+    """How large a slot for this part is."""
+    return sum(_region_bytes(part, rank) for rank in host)
+
+
+def regions_in(slot: Tensor, part: BucketPart, topology: Topology) -> SlotRegions:
+    host, regions, start = topology.host, [], 0
+    for rank in host:
+        low, high = part.spans[rank]
+        nbytes = (part.numel - high + low) * part.dtype.itemsize
+        regions.append(slot[start : start + nbytes].view(part.dtype))
+        start += _region_bytes(part, rank)
+    others = [(rank, region) for rank, region in zip(host, regions, strict=True) if rank != topology.rank]
+    for_me = [_span_for(topology.rank, region, rank, part) for rank, region in others]
+    return SlotRegions(host, regions, regions[topology.place], for_me)
+
+
+def _span_for(owner: int, region: Tensor, writer: int, part: BucketPart) -> Tensor:
+    """What the writer of a region has for another rank. Its own span is not in it."""
+    (low, high), (mine, end) = part.spans[owner], part.spans[writer]
+    shift = end - mine if low >= end else 0
+    return region[low - shift : high - shift]
+
+
+def _region_bytes(part: BucketPart, writer: int) -> int:
+    """Room for what a rank writes, up to the next boundary of 64 bytes."""
+    low, high = part.spans[writer]
+    return -(-(part.numel - high + low) * part.dtype.itemsize // 64) * 64
 
 
 class Native(Transport):
@@ -200,9 +253,7 @@ class Native(Transport):
         super().__init__(group, report, summation)
         self._device = device
 
-    def start(
-        self, part: BucketPart, source: Sequence[Tensor | None] | ReduceScatter, report: bytes, tag: int
-    ) -> ReduceScatter:
+    def start(self, part: BucketPart, source: Source, own: Tensor, report: bytes, tag: int) -> ReduceScatter:
         gradients = [] if isinstance(source, ReduceScatter) else source
         shard = part.bucket.equal_shard
         numel = part.numel if shard is None else shard * self._group.world_size
@@ -214,7 +265,7 @@ class Native(Transport):
         total = torch.empty_like(shards[self._group.rank])
         handle = collectives.reduce_shards(self._group, buffer, shards, total)
         low, high = self.mine(part)
-        return ReduceScatter(part, None, buffer, handle, [total[: high - low]])
+        return ReduceScatter(part, None, buffer, own, handle, [total[: high - low]])
 
     def finish(self, scatter: ReduceScatter, divisor: int, out: Tensor) -> None:
         (total,) = scatter.received

@@ -55,7 +55,8 @@ class ReducedGradients(GradientSource):
         # What is read is read within the shard group, where all of it is. So there the ranks compare who has asked.
         inside = consensus if sharded.ranks.replicate is None else RankConsensus(sharded.group, "inside")
         self._ranks = CheckedGather(sharded.group, inside)
-        self._shards = GradientShards(sharded, settings.reduce_dtype)
+        # DDP keeps its buckets: memory that is given back between iterations would be mapped page by page every time.
+        self._shards = GradientShards(sharded, settings.reduce_dtype, keep_memory=self.reduces_in_ddp)
         self._reducer = GradientReducer(sharded, self._shards, open_side_group(sharded.group), consensus, settings)
         self._norms = NormExchange(self._ranks)
         self._changes = 0  # how often reduced gradients were changed in place, added to, or forgotten
@@ -140,7 +141,7 @@ class ReducedGradients(GradientSource):
         return whole.view(param.shape)
 
     def tensors(self) -> list[Tensor]:
-        return [*self._shards.tensors(), *self._reducer.tensors()]
+        return [*self._shards.memory(), *self._reducer.tensors()]
 
     def check_params(self, params: Iterable[Tensor]) -> None:
         params = list(params)

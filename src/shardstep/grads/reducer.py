@@ -25,10 +25,10 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.autograd.profiler import record_function
 
 from shardstep.comm import collectives
 from shardstep.comm.consensus import RankConsensus
+from shardstep.comm.phases import phase
 from shardstep.comm.process_group import Group, open_side_group
 from shardstep.grads import reports
 from shardstep.grads.across_replicas import AcrossReplicas
@@ -100,7 +100,7 @@ class GradientReducer:
     def tensors(self) -> list[Tensor]:
         """The memory of what was not sent yet, and of what is under way."""
         all_sent = [*self._in_flight, *self.iteration.resend]
-        under_way = [tensor for sent in all_sent for tensor in (sent.scatter.packed, *sent.scatter.received)]
+        under_way = [tensor for sent in all_sent for tensor in sent.scatter.tensors()]
         under_way += [tensor for sent in all_sent if sent.across is not None for tensor in sent.across.tensors()]
         return [*self.iteration.arrived.values(), *under_way]
 
@@ -163,10 +163,19 @@ class GradientReducer:
         self.check()
         self.sent += 1
         tag = self._tag(part)
-        with record_function("shardstep::reduce"), self._failing():
-            scatter = self._transports.of(part).start(part, source, self._report(part, kept, here), tag)
+        with phase("shardstep::reduce"), self._failing():
+            own = source.own if isinstance(source, ReduceScatter) else self._room(part, kept)
+            scatter = self._transports.of(part).start(part, source, own, self._report(part, kept, here), tag)
             self._in_flight.append(InFlight(scatter, kept, here, divisor, self.iteration, self.iteration.number, tag))
             self._exchange_what_met()
+
+    def _room(self, part: BucketPart, kept: set[int]) -> Tensor:
+        """Memory for this rank's share of a part: of its shard, unless that holds gradients to which it is added."""
+        shard = self._shards.buckets[part.bucket.position]
+        low, high = self._transports.of(part).mine(part)
+        if kept and shard.shard is not None:
+            return torch.empty(high - low, dtype=shard.dtype, device=shard.device)
+        return shard.room(low, high)
 
     def _exchange_what_met(self) -> None:
         """Start what could not be started before all ranks were known to be in the same bucket."""
@@ -214,7 +223,7 @@ class GradientReducer:
             again = self.iteration.resend.popleft()
             self._send(again.part, again.scatter, again.kept, again.here, again.divisor)
         sent = self._in_flight[0]
-        with record_function("shardstep::reduce"), self._failing():
+        with phase("shardstep::reduce"), self._failing():
             heard = sent.scatter.reports
             if patience is not None and heard is not None and not heard.wait_for(patience):
                 return False
@@ -258,9 +267,8 @@ class GradientReducer:
         transport = self._transports.of(part)
         low, high = transport.mine(part)
         if sent.kept and shard.shard is not None:
-            mean = torch.empty_like(shard.room(low, high))
-            self._finish(sent, transport, mean)
-            shard.add(low, high, mean, sent.kept)
+            self._finish(sent, transport, sent.scatter.own)
+            shard.add(low, high, sent.scatter.own, sent.kept)
         else:
             self._finish(sent, transport, shard.room(low, high))
         present = self._present(sent, transport)

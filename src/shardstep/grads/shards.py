@@ -29,11 +29,16 @@ class BucketShard:
     device: torch.device
     shard: Tensor | None = None  # my range of the bucket
     holding: set[int] = field(default_factory=set)  # the parameters of the bucket that have a reduced gradient
+    keeps_memory: bool = False  # of the shard, when there is none
+    kept: Tensor | None = None
 
     def room(self, low: int, high: int) -> Tensor:
         """The memory for a part of my range: what arrives may be put there."""
         if self.shard is None:
+            self.shard = self.kept
+        if self.shard is None:
             self.shard = torch.empty(self.stop - self.start, dtype=self.dtype, device=self.device)
+            self.kept = self.shard if self.keeps_memory else None
         return self.shard[low - self.start : high - self.start]
 
     def add(self, low: int, high: int, total: Tensor, kept: set[int]) -> None:
@@ -65,9 +70,11 @@ class BucketShard:
 class GradientShards:
     """This rank's shards of the reduced gradients of one optimizer, and what stands for them on the parameters."""
 
-    def __init__(self, sharded: ShardedParameters, dtype: torch.dtype | None) -> None:
+    def __init__(self, sharded: ShardedParameters, dtype: torch.dtype | None, keep_memory: bool) -> None:
+        """``keep_memory``: of the shards, from one iteration to the next."""
         self._sharded = sharded
         self._dtype = dtype
+        self._keep_memory = keep_memory
         self.buckets: list[BucketShard] = []
         self._stand_ins: dict[int, ShardedGradient] = {}
         self._deferred: set[int] | None = None  # while DDP has the parameters' gradients: what it will make room for
@@ -84,7 +91,8 @@ class GradientShards:
             dtype = self._dtype or params[bucket.params[0]].dtype
             pieces = list(bucket.pieces(rank))
             device = params[bucket.params[0]].device
-            self.buckets.append(BucketShard(bucket, pieces, *bucket.shard_range(rank), dtype, device))
+            my_range = bucket.shard_range(rank)
+            self.buckets.append(BucketShard(bucket, pieces, *my_range, dtype, device, keeps_memory=self._keep_memory))
 
     # --- on the parameters ----------------------------------------------------------------------------------------
 
@@ -221,6 +229,10 @@ class GradientShards:
             if matches and state.shard is not None and state.shard.numel():
                 found.append(state.shard)
         return found
+
+    def memory(self) -> list[Tensor]:
+        """All memory of shards, also what is kept for the next ones."""
+        return [*self.tensors(), *(state.kept for state in self.buckets if state.kept is not None)]
 
     def _remembered(self) -> list[BucketShard]:
         """The buckets, without gradients that were taken off their parameters by somebody else."""

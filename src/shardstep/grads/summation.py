@@ -18,6 +18,7 @@ from torch import Tensor
 from shardstep.comm.topology import Topology
 
 _HALF = (torch.float16, torch.bfloat16)
+_BLOCK = 2**17  # elements; a block of sums and one of summands fit into a core's own cache
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -26,11 +27,10 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Summation:
-    """Adds up parts of buckets. Keeps a little memory for sums that are not the result yet."""
+    """Adds up parts of buckets."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._scratch: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def host_sum(self, parts: Sequence[Tensor], out: Tensor) -> Tensor:
         """The sum of what the ranks of one host have, in their order; ``out`` has the dtype of sums."""
@@ -46,18 +46,25 @@ class Summation:
         return out
 
     def mean(self, parts: Sequence[Tensor], divisor: int, out: Tensor) -> Tensor:
-        """The mean of what every rank has, by rank, into ``out``."""
-        total = self._total(out)
-        for number, host in enumerate(self._topology.hosts):
-            partial = total if number == 0 else self._buffer("host", total)
-            self.host_sum([parts[rank] for rank in host], partial)
-            if number:
-                total.add_(partial)
-        return _divide(total, divisor, out)
+        """The mean of what every rank has, by rank, into ``out``, which may be one of the parts.
+
+        In blocks that stay in the cache from the first addition to the division.
+        """
+        sums = _empty_sums(out, min(out.numel(), _BLOCK))
+        later = torch.empty_like(sums) if len(self._topology.hosts) > 1 else sums
+        for *block, result in zip(*(one.split(_BLOCK) for one in (*parts, out)), strict=True):
+            total, partial = sums[: result.numel()], later[: result.numel()]
+            for number, host in enumerate(self._topology.hosts):
+                self.host_sum([block[rank] for rank in host], partial if number else total)
+                if number:
+                    total.add_(partial)
+            _divide(total, divisor, result)
+        return out
 
     def mean_of_pieces(self, pieces: Sequence[Tensor], divisor: int, out: Tensor) -> Tensor:
         """The mean from the sums of the hosts, in their order; each in one or several pieces, side by side."""
-        total, filled, is_first = self._total(out), 0, True
+        total = out if sum_dtype(out.dtype) == out.dtype else _empty_sums(out, out.numel())
+        filled, is_first = 0, True
         for piece in pieces:
             target = total[filled : filled + piece.numel()]
             if is_first:
@@ -69,19 +76,14 @@ class Summation:
                 filled, is_first = 0, False
         return _divide(total, divisor, out)
 
-    def _total(self, out: Tensor) -> Tensor:
-        """Where to add up: in the result itself, unless it is of half precision."""
-        return out if sum_dtype(out.dtype) == out.dtype else self._buffer("total", out)
 
-    def _buffer(self, use: str, like: Tensor) -> Tensor:
-        dtype = sum_dtype(like.dtype)
-        kept = self._scratch.get((use, dtype))
-        if kept is None or kept.numel() < like.numel() or kept.device != like.device:
-            kept = self._scratch[use, dtype] = torch.empty(like.numel(), dtype=dtype, device=like.device)
-        return kept[: like.numel()]
+def _empty_sums(like: Tensor, numel: int) -> Tensor:
+    return torch.empty(numel, dtype=sum_dtype(like.dtype), device=like.device)
 
 
 def _divide(total: Tensor, divisor: int, out: Tensor) -> Tensor:
-    if divisor != 1:
-        total.div_(divisor)
-    return out if total is out else out.copy_(total)
+    if divisor == 1:
+        return out if total is out else out.copy_(total)
+    if total.dtype == out.dtype:
+        return torch.div(total, divisor, out=out)
+    return out.copy_(total.div_(divisor))

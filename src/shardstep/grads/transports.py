@@ -12,7 +12,7 @@ from shardstep.comm.collectives import GatheredMessages
 from shardstep.comm.process_group import Group, open_side_group
 from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
 from shardstep.grads.bucket_part import BucketPart, parts_of
-from shardstep.grads.reduce_scatter import BetweenPairs, Messages, Native, ThroughSharedMemory, Transport
+from shardstep.grads.reduce_scatter import BetweenPairs, Messages, Native, ThroughSharedMemory, Transport, slot_bytes
 from shardstep.grads.reports import report_bytes
 from shardstep.grads.settings import ReduceSettings
 from shardstep.grads.shards import BucketShard
@@ -34,6 +34,11 @@ class ReduceTransports:
         self._ring: SharedMemoryRing | None = None
         self._between: Group | None = None  # for what goes from host to host: it must not stand behind reports
         self._report_bytes = 0  # of the longest
+        self.reports = True  # whether ranks report with every part what it is
+        # How many parts may be under way. On the CPU one is enough, if the user does not say: whoever packs the next
+        # one waits for the same ranks anyway, and it takes half of the memory (*measured*: as fast). An accelerator
+        # must not wait for the one before.
+        self.in_flight = 1
 
     def extend(self, shards: Sequence[BucketShard]) -> None:
         """Collective. Take over the buckets that were added."""
@@ -46,23 +51,11 @@ class ReduceTransports:
         self._open_ring()
         summation = Summation(self._sharded.topology)
         self._transports = [self._transport(shard.device, summation) for shard in shards]
+        self.reports = all(transport.reports for transport in self._transports)
+        self.in_flight = self._settings.in_flight or (1 if self.reports else 2)
 
     def of(self, part: BucketPart) -> Transport:
         return self._transports[part.bucket.position]
-
-    @property
-    def reports(self) -> bool:
-        """Whether ranks report with every part what it is."""
-        return all(transport.reports for transport in self._transports)
-
-    @property
-    def in_flight(self) -> int:
-        """How many parts may be under way.
-
-        On the CPU one is enough, if the user does not say: whoever packs the next one waits for the same ranks anyway,
-        and it takes half of the memory (*measured*: as fast). An accelerator must not wait for the one before.
-        """
-        return self._settings.in_flight or (1 if self.reports else 2)
 
     @property
     def is_full(self) -> bool:
@@ -84,9 +77,9 @@ class ReduceTransports:
         alone = self._group.world_size == 1 or not self.number_of
         if alone or not all(collectives.sends_pairwise(self._group, param.device) for param in params):
             return
-        # A slot has room for a part of every rank of the host, each on a boundary of 64 bytes.
-        largest = max(-(-part.nbytes // 64) * 64 for part in self.number_of)
-        size = largest * len(self._sharded.topology.host)
+        # All hosts have slots of one size, though some may have more ranks than others.
+        hosts = self._sharded.topology.hosts
+        size = max(slot_bytes(part, host) for part in self.number_of for host in hosts)
         # More slots than parts would stay unused.
         count = min(self._settings.in_flight or 1, len(self.number_of))
         if self._ring is None or self._ring.slot_bytes < size or self._ring.in_flight < count:

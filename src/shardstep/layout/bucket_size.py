@@ -7,8 +7,8 @@ slots of shared memory, two buckets per rank; on an accelerator collectives of a
 
 from __future__ import annotations
 
-_COUNT = 18  # buckets, for models of a usual size
-_LEAST, _MOST_ON_CPU, _MOST = 2**20, 8 * 2**20, 25 * 2**20
+_COUNT = 12  # buckets, for models of a usual size
+_LEAST, _MOST_ON_CPU, _MOST = 2**20, 12 * 2**20, 25 * 2**20
 
 
 def chosen_bucket_bytes(total_bytes: int, on_cpu: bool) -> int:

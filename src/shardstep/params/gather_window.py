@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from torch.autograd.profiler import record_function
-
 from shardstep.comm.consensus import RankConsensus
+from shardstep.comm.phases import phase
 from shardstep.params.all_gather import AllGatherHandle, BucketAllGather
 from shardstep.params.progress import Progress
 from shardstep.params.sharded_parameters import MAX_IN_FLIGHT, ShardedParameters
@@ -50,7 +49,7 @@ class GatherWindow:
         # (A ring that a failed step left full says so when a slot is taken.)
         while self._in_flight and (len(self._in_flight) >= MAX_IN_FLIGHT or gather.must_wait):
             self.finish_oldest()
-        with record_function("shardstep::gather"):
+        with phase("shardstep::gather"):
             self._progress.gathers_started += 1
             try:
                 self._in_flight.append(_UnderWay(position, gather, gather.start()))
@@ -69,7 +68,7 @@ class GatherWindow:
         is under way until all is done, and what must be done once is noted.
         """
         one = self._in_flight[0]
-        with record_function("shardstep::gather"):
+        with phase("shardstep::gather"):
             try:
                 one.handle = one.gather.relay(one.handle)
                 one.handle.under_way.wait()
@@ -85,7 +84,7 @@ class GatherWindow:
 
     def relay(self) -> None:
         """Hand on to the ranks of this host what others send it. What is then left to do needs no other rank's help."""
-        with record_function("shardstep::gather"):
+        with phase("shardstep::gather"):
             try:
                 for one in self._in_flight:
                     one.handle = one.gather.relay(one.handle)

@@ -6,7 +6,7 @@ It is kept real when groups are added, parameters are frozen, or their memory is
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -28,7 +28,7 @@ from shardstep.params import groups as group_forms
 from shardstep.params.bucket_views import BucketViews
 from shardstep.params.builder import OptimizerBuilder
 from shardstep.params.dtensors import LocalParameter, have_moved, local_parameter
-from shardstep.params.local_optimizer import options_of, step_subset, unhooked_step
+from shardstep.params.local_optimizer import options_of, step_subset
 from shardstep.params.memory_watch import MemoryWatch
 from shardstep.params.model_search import check_in_a_module, is_in_a_module
 from shardstep.params.pieces import LocalPieces
@@ -313,12 +313,12 @@ class ShardedParameters:
         }
         return [("argument", settings), *group_forms.facts_of(param_groups, self.layout.specs)]
 
-    def update_bucket(self, optimizer: Optimizer, position: int) -> None:
-        """Step this rank's pieces of one bucket."""
+    def update_bucket(self, optimizer: Optimizer, step: Callable[[], Any], position: int) -> None:
+        """Step this rank's pieces of one bucket. ``step``: the optimizer's, see ``unhooked_step``."""
         subset = self.plan.subsets[position]
         if subset:
             with step_subset(optimizer, subset):
-                unhooked_step(optimizer)()
+                step()
 
     # --- copies ---------------------------------------------------------------------------------------------------
 
