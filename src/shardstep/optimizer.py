@@ -180,6 +180,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         if engine.source.may_step_in_backward and callable(closure):
             closure = evaluated_once(closure)  # its backward may make the first step, so it runs before one is begun
         if engine.source.steps_in_backward:
+            engine.source.follow()  # (after a move DDP's hook is called no more, which would go unnoticed)
             loss = closure() if callable(closure) else None
         else:
             gradients = self._attendance.begin_step(engine.source, engine.sharded, callable(closure))
@@ -281,6 +282,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
             super().add_param_group(param_group)
             return
         sharded, source, count = engine.sharded, engine.source, len(self.param_groups)
+        source.follow()
         try:
             with engine.consensus.reporting("add_param_group"):
                 group = groups.normalize_group(param_group)

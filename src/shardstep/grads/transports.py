@@ -36,7 +36,7 @@ class ReduceTransports:
         self._report_bytes = 0  # of the longest
 
     def extend(self, shards: Sequence[BucketShard]) -> None:
-        """Collective. Take over the buckets that were added."""
+        """Collective. Take over the buckets that were added, or that are on another device now."""
         self.parts = [
             parts_of(shard.bucket, self._group.world_size, self._part_bytes(shard.device), shard.dtype)
             for shard in shards
@@ -83,6 +83,7 @@ class ReduceTransports:
         params = self._sharded.params.values()
         alone = self._group.world_size == 1 or not self.number_of
         if alone or not all(collectives.sends_pairwise(self._group, param.device) for param in params):
+            self._ring = None
             return
         # A slot has room for a part of every rank of the host, each on a boundary of 64 bytes.
         largest = max(-(-part.nbytes // 64) * 64 for part in self.number_of)

@@ -126,7 +126,7 @@ def specs_of(
     """
     found: dict[int, tuple[ParamSpec, Tensor]] = {}
     seen = set(map(id, known))
-    slots = _device_labels([*known, *(param for group in groups for param in group["params"])])
+    slots = device_labels([*known, *(param for group in groups for param in group["params"])])
     index = -1
     for position, (group, granularity) in enumerate(zip(groups, granularities, strict=True)):
         names = group.get("param_names") or [None] * len(group["params"])
@@ -168,7 +168,7 @@ def check_apart(params: Mapping[int, Tensor]) -> None:
             )
 
 
-def _device_labels(params: Iterable[Tensor]) -> dict[torch.device, str]:
+def device_labels(params: Iterable[Tensor]) -> dict[torch.device, str]:
     """cuda:1 -> "cuda#0": by type and order of appearance, because the numbers differ between ranks."""
     labels: dict[torch.device, str] = {}
     for param in params:

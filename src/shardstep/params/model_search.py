@@ -52,6 +52,26 @@ def check_not_in_ddp(params: Iterable[Tensor]) -> None:
         )
 
 
+def check_ddp_was_not_moved(params: Iterable[Tensor]) -> None:
+    """RuntimeError if these parameters have left the device on which they were wrapped in DistributedDataParallel.
+
+    Its buckets stay where they were, and its hooks on the parameters are gone: gradients would not be averaged.
+    """
+    params = list(params)
+    if all(map(_is_left_behind, ddp_modules_of(params))):
+        gc.collect()  # a wrapper that nobody has any more
+    left = list(map(_is_left_behind, ddp_modules_of(params)))
+    if left and all(left):
+        raise RuntimeError(
+            "DistributedDataParallel cannot be moved: its buckets stay on the device on which the model was wrapped, "
+            "and it no longer averages the gradients. Move the model first and wrap it (again) afterwards."
+        )
+
+
+def _is_left_behind(ddp: DistributedDataParallel) -> bool:
+    return ddp.device not in {param.device for param in params_of_ddp(ddp)}
+
+
 def check_in_a_module(param: Tensor) -> None:
     """RuntimeError if the model was given another parameter in place of ``param``."""
     if not is_in_a_module(param):
