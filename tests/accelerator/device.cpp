@@ -213,12 +213,13 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view", at::native::view);
   m.impl("_reshape_alias", at::native::_reshape_alias);
   m.impl("resize_", at::native::resize_);
+  m.impl("_has_compatible_shallow_copy_type", has_compatible_type);
   m.impl("set_.source_Storage", set_storage);
   m.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
   m.impl("set_.source_Tensor", at::native::set_tensor_);
 }
 
-// (Before autograd, and before tensors that are Python objects are asked.)
+// (Also before tensors that are Python objects are asked.)
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) { m.impl("_has_compatible_shallow_copy_type", has_compatible_type); }
 
 }  // namespace sim

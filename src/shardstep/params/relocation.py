@@ -65,8 +65,6 @@ def _place_error(sharded: ShardedParameters) -> RuntimeError | None:
     group, params = sharded.wire, sharded.params
     for spec in sharded.layout.specs:
         kind = params[spec.index].device.type
-        if kind == "meta":
-            return RuntimeError(f"step expects parameters with values, but {spec.label} is on the meta device now.")
         if group.world_size > 1 and kind not in group.backends:
             served = ",".join(f"{device}:{backend}" for device, backend in group.backends.items())
             return RuntimeError(
