@@ -15,6 +15,7 @@ from torch.autograd.profiler import record_function
 from torch.optim import Optimizer
 
 from shardstep.comm.consensus import RankConsensus
+from shardstep.comm.process_group import check_still_alone
 from shardstep.grads.source import GradientSource, StepGradients
 from shardstep.params.gather_window import GatherWindow
 from shardstep.params.lazy_gather import LazyGathers
@@ -206,6 +207,7 @@ class Engine:
     def notice_changes(self) -> None:
         """Parameters that were moved, given other memory, frozen or unfrozen since the last step."""
         sharded = self.sharded
+        check_still_alone(sharded.group)
         self.source.follow()
         with self.consensus.reporting("step"):
             if sharded.moved():

@@ -57,6 +57,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
             ``"shard"`` to choose for itself.
         optimizer_class: the class of the local optimizer.
         process_group: the ranks to shard over (default: all). Or a mesh: of one dimension, or (replicate, shard).
+            Without ``init_process_group`` this process is the only rank.
         parameters_as_bucket_view: make the parameters views of one buffer per bucket, so that nothing is packed.
         overlap_with_ddp: step inside DDP's backward: see ``hook_with_zero_step``.
         shard: "element" cuts parameters anywhere and gives every rank exactly its share; "tensor" keeps them whole;
@@ -77,7 +78,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         param_groups: the groups as in torch.optim, with the user's parameters: for schedulers.
         defaults: the defaults of the local optimizer.
         optim: the local optimizer, an ``optimizer_class`` over this rank's pieces.
-        process_group: the ranks that share the state; of a mesh, those along its shard dimension.
+        process_group: the ranks that share the state; of a mesh, those along its shard dimension. None: there is no
+            process group, and one rank.
         mesh: the mesh that was passed as ``process_group``; None: it was none.
         rank: this rank's number in the group.
         world_size: how many ranks the group has.
@@ -91,7 +93,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         ```
     """
 
-    process_group: ProcessGroup
+    process_group: ProcessGroup | None
     mesh: DeviceMesh | None
     global_rank: int
     parameters_as_bucket_view: bool

@@ -275,9 +275,10 @@ def test_a_device_that_the_process_group_does_not_serve_is_named() -> None:
 
 @on_device
 def _move_ddp(rank: int, world: int, mode: str) -> Any:
-    import shardstep
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel
+
+    import shardstep
 
     model = small_model()
     optimizer = _build("AdamW", model, overlap_with_ddp=mode == "stepping hook")

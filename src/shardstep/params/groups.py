@@ -168,6 +168,20 @@ def check_apart(params: Mapping[int, Tensor]) -> None:
             )
 
 
+def kind_error(specs: Iterable[ParamSpec], params: Mapping[int, Tensor]) -> RuntimeError | None:
+    """What to raise if a parameter has another shape or dtype than its spec says."""
+    for spec in specs:
+        param = params[spec.index]
+        now, then = (tuple(param.shape), dtype_name(param.dtype)), (spec.shape, spec.dtype)
+        if now != then:
+            return RuntimeError(
+                f"{spec.label} expects to stay as it was when the optimizer was built (shape {then[0]}, {then[1]}), "
+                f"but it is now (shape {now[0]}, {now[1]}). Convert the model first and build the optimizer "
+                "afterwards. (It may be moved to another device at any time.)"
+            )
+    return None
+
+
 def device_labels(params: Iterable[Tensor]) -> dict[torch.device, str]:
     """cuda:1 -> "cuda#0": by type and order of appearance, because the numbers differ between ranks."""
     labels: dict[torch.device, str] = {}

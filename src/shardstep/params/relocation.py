@@ -46,7 +46,7 @@ class Relocation:
             if error is not None:
                 raise error
             check_ddp_was_not_moved(sharded.params.values())
-            sharded.builder.examine_again(sharded.params_by_group())
+            sharded.builder.examine_again(_by_group(sharded))
         labels = groups.device_labels(sharded.params.values())
         facts = [(spec.label, {"device": labels[sharded.params[spec.index].device]}) for spec in sharded.layout.specs]
         self._consensus.check_equal(CALL, facts)
@@ -54,6 +54,13 @@ class Relocation:
     def follow(self) -> None:
         """Collective, after ``agree``. What belongs to the parameters is where they are. (State: ``bring_state``.)"""
         self._sharded.relocate()
+
+
+def _by_group(sharded: ShardedParameters) -> list[list[Tensor]]:
+    found: list[list[Tensor]] = [[] for _ in sharded.indices]
+    for spec in sharded.layout.specs:
+        found[spec.group].append(sharded.params[spec.index])
+    return found
 
 
 def _places(sharded: ShardedParameters) -> str:
@@ -69,7 +76,7 @@ def _place_error(sharded: ShardedParameters) -> RuntimeError | None:
             served = ",".join(f"{device}:{backend}" for device, backend in group.backends.items())
             return RuntimeError(
                 f"step expects parameters on a device that the process group serves ({served!r}), but {spec.label} was "
-                f"moved to {kind}. Start the group with a backend for it, too: init_process_group('cpu:gloo,cuda:nccl')."
+                f"moved to {kind}. Start the group with one for each, as in init_process_group('cpu:gloo,cuda:nccl')."
             )
     for bucket in sharded.layout.buckets:
         first, *others = ((index, params[index].device) for index in bucket.params)

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardstep.comm import collectives
-from shardstep.comm.codec import dtype_name
 from shardstep.comm.process_group import Group
 from shardstep.comm.rank_groups import RankGroups
 from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
@@ -276,16 +275,7 @@ class ShardedParameters:
 
     def kind_error(self) -> RuntimeError | None:
         """What to raise if a parameter has another shape or dtype than when it was placed."""
-        for spec in self.layout.specs:
-            param = self.params[spec.index]
-            now, then = (tuple(param.shape), dtype_name(param.dtype)), (spec.shape, spec.dtype)
-            if now != then:
-                return RuntimeError(
-                    f"{spec.label} expects to stay as it was when the optimizer was built (shape {then[0]}, "
-                    f"{then[1]}), but it is now (shape {now[0]}, {now[1]}). Convert the model first and build the "
-                    "optimizer afterwards. (It may be moved to another device at any time.)"
-                )
-        return None
+        return group_forms.kind_error(self.layout.specs, self.params)
 
     def _plan(self) -> None:
         active = dict(zip(self.params, self.active, strict=True))
@@ -308,13 +298,6 @@ class ShardedParameters:
     def params_of(self, position: int) -> list[Tensor]:
         """The parameters of one bucket."""
         return [self.params[index] for index in self.layout.buckets[position].params]
-
-    def params_by_group(self) -> list[list[Tensor]]:
-        """The parameters of every group."""
-        found: list[list[Tensor]] = [[] for _ in self.indices]
-        for spec in self.layout.specs:
-            found[spec.group].append(self.params[spec.index])
-        return found
 
     def blank_state(self, index: int, param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The state that the optimizer would make for this rank's piece of a parameter."""
