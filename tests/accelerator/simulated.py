@@ -40,6 +40,8 @@ def _ninja() -> str | None:
 def missing() -> str:
     """What it takes to build the device and is not here; empty if all is."""
     compiler = os.environ.get("CXX", "c++")
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13):
+        return "torch 2.13 (earlier ones have other interfaces)"
     if shutil.which(compiler) is None:
         return f"a C++ compiler ({compiler})"
     return "" if _ninja() else "ninja"

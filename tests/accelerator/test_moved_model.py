@@ -128,6 +128,31 @@ def test_sharded_gradients_follow_a_moved_model(world: int, views: bool, when: s
         assert memory.gradients < whole / world + 64 * 8 * 6  # its share, and padding
 
 
+@on_device
+def _train_without_a_group(rank: int, world: int) -> Any:
+    dist.destroy_process_group()
+    outcomes = []
+    for settings in ({}, {"shard_gradients": True}, {"parameters_as_bucket_view": True}):
+        model = small_model()
+        optimizer = _build("AdamW", model, **settings)
+        for step, place in enumerate(JOURNEYS["there and back"]):
+            model.to(place)
+            optimizer.zero_grad()
+            loss_of(model, step).backward()
+            optimizer.step()
+        outcomes.append(_outcome(model, optimizer)[0])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the harness leaves
+    return outcomes
+
+
+def test_a_model_is_moved_in_a_process_without_a_group() -> None:
+    ((*outcomes,),) = run_ranks(_train_without_a_group, 1, fresh=True)
+    expected, _ = train_plainly("AdamW", 5)
+    assert len(outcomes) == 3
+    for weights in outcomes:
+        assert all(map(torch.equal, weights, expected))
+
+
 # --- loading before the move ------------------------------------------------------------------------------------------
 
 

@@ -10,7 +10,7 @@ first backward, and at a step for which no parameter has a gradient. The search 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -58,18 +58,19 @@ def check_ddp_was_not_moved(params: Iterable[Tensor]) -> None:
     Its buckets stay where they were, and its hooks on the parameters are gone: gradients would not be averaged.
     """
     params = list(params)
-    if all(map(_is_left_behind, ddp_modules_of(params))):
+    if _is_left_by_all(params):
         gc.collect()  # a wrapper that nobody has any more
-    left = list(map(_is_left_behind, ddp_modules_of(params)))
-    if left and all(left):
+    if _is_left_by_all(params):
         raise RuntimeError(
             "DistributedDataParallel cannot be moved: its buckets stay on the device on which the model was wrapped, "
             "and it no longer averages the gradients. Move the model first and wrap it (again) afterwards."
         )
 
 
-def _is_left_behind(ddp: DistributedDataParallel) -> bool:
-    return ddp.device not in {param.device for param in params_of_ddp(ddp)}
+def _is_left_by_all(params: Sequence[Tensor]) -> bool:
+    """Whether there are DDP modules, and none was built where its parameters are now."""
+    modules = ddp_modules_of(params)
+    return bool(modules) and all(ddp.device not in {param.device for param in params_of_ddp(ddp)} for ddp in modules)
 
 
 def check_in_a_module(param: Tensor) -> None:
