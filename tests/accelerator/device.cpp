@@ -144,9 +144,16 @@ bool has_compatible_type(const at::Tensor& one, const at::Tensor& other) {
 struct Call {
   std::vector<std::pair<at::Tensor, at::Tensor>> pairs;  // ours, and its twin
   c10::Device where = device(-1);
+  std::optional<c10::Device> seen;
 
   at::Tensor lend(const at::Tensor& tensor) {
-    if (!tensor.defined() || tensor.device().type() != TYPE) return tensor;
+    if (!tensor.defined()) return tensor;
+    if (tensor.dim() || tensor.device().type() == TYPE) {  // as on CUDA, numbers may be the CPU's
+      TORCH_CHECK(seen.value_or(tensor.device()) == tensor.device(),
+                  "Expected all tensors to be on the same device but got ", *seen, " and ", tensor.device());
+      seen = tensor.device();
+    }
+    if (tensor.device().type() != TYPE) return tensor;
     where = tensor.device();
     pairs.emplace_back(tensor, twin(tensor));
     return pairs.back().second;
@@ -177,7 +184,7 @@ struct Call {
     if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> list;
       for (const std::optional<at::Tensor>& one : value.toOptionalTensorVector())
-        list.push_back(one ? std::optional<at::Tensor>((this->*change)(*one)) : one);
+        list.push_back(one && one->device().type() == TYPE ? std::optional<at::Tensor>((this->*change)(*one)) : one);
       return list;
     }
     return value;

@@ -34,10 +34,12 @@ def _be_a_device(rank: int, world: int) -> None:
     assert resized.tolist() == [1, 1, 0, 0, 0]
     pairs = torch.view_as_real(torch.zeros(2, dtype=torch.complex64, device="sim"))
     assert pairs.add_(1).device.type == "sim"
-    with pytest.raises(RuntimeError):  # its memory is not the CPU's
+    with pytest.raises(TypeError):  # its memory is not the CPU's
         torch.ones(2, device="sim").numpy()
-    with pytest.raises(RuntimeError, match="device"):
-        nn.Linear(3, 2)(torch.ones(1, 3, device="sim"))
+    for other in ("cpu", "sim:1"):
+        with pytest.raises(RuntimeError, match="all tensors to be on the same device"):
+            torch.ones(2, device="sim").add_(torch.ones(2, device=other))
+    assert (torch.ones(1, device="sim") + torch.tensor(1.0)).tolist() == [2.0]
 
 
 def test_parameters_stay_the_same_objects_and_views_share_memory() -> None:

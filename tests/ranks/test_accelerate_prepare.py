@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
@@ -39,8 +43,16 @@ def _plain(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, optimizer
 
 
+def _save_plainly(folder: Path) -> None:
+    model, optimizer = _plain(2)
+    checkpoint.save(folder, optimizer, model)
+
+
 def _program(rank: int, world: int, way: str, folder: str) -> list[torch.Tensor]:
     """Loads before ``prepare``, then trains with Accelerate."""
+    if world > 1:  # what a launcher sets. The address is asked for, not used: the group exists already
+        os.environ.update(WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     accelerator = accelerate.Accelerator(cpu=True)
     assert accelerator.num_processes == world
     model = _model()
@@ -67,21 +79,39 @@ def _program(rank: int, world: int, way: str, folder: str) -> list[torch.Tensor]
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("way", ["load_state_dict", "checkpoint.load", "trained", "consolidated"])
 def test_an_optimizer_that_has_state_is_prepared_and_keeps_it(world: int, way: str, tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "saved", _plain(2)[1], _plain(2)[0])
+    _save_plainly(tmp_path / "saved")
     expected = [param.detach() for param in _plain(4)[0].parameters()]
     for weights in run_ranks(_program, world, way, str(tmp_path / "saved"), fresh=True):
         # DDP averages equal gradients of 2 or 3 ranks: a rounding or two.
         torch.testing.assert_close(weights, expected, rtol=0, atol=1e-13)
 
 
+@contextmanager
+def _without_a_group() -> Iterator[None]:
+    dist.destroy_process_group()
+    yield
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the harness leaves
+
+
+def _program_without_a_group(*args: Any) -> list[torch.Tensor]:
+    with _without_a_group():
+        weights = _program(*args)
+        assert not dist.is_initialized()
+    return weights
+
+
 @pytest.mark.parametrize("way", ["load_state_dict", "checkpoint.load", "trained"])
 def test_one_process_without_a_group_is_prepared_and_trains(way: str, tmp_path: Path) -> None:
-    checkpoint.save(tmp_path / "saved", _plain(2)[1], _plain(2)[0])
-    weights = _program(0, 1, way, str(tmp_path / "saved"))
+    _save_plainly(tmp_path / "saved")
+    (weights,) = run_ranks(_program_without_a_group, 1, way, str(tmp_path / "saved"), fresh=True)
     assert all(map(torch.equal, weights, _plain(4)[0].parameters()))
 
 
 def test_a_dict_that_was_made_to_move_state_is_no_state_dict_for_another_optimizer() -> None:
+    run_ranks(_give_the_dict_to_another, 1, fresh=True)
+
+
+def _give_the_dict_to_another(rank: int, world: int) -> None:
     model, caught = _model(), []
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     _train(model, optimizer, range(1))
