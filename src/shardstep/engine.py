@@ -15,11 +15,13 @@ from torch.optim import Optimizer
 
 from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.phases import phase
+from shardstep.comm.process_group import check_still_alone
 from shardstep.grads.source import GradientSource, StepGradients
 from shardstep.params.gather_window import GatherWindow
 from shardstep.params.lazy_gather import LazyGathers
 from shardstep.params.local_optimizer import copy_options, fire_post_hooks, fire_pre_hooks, unhooked_step
 from shardstep.params.progress import Progress
+from shardstep.params.relocation import bring_state
 from shardstep.params.sharded_parameters import ShardedParameters
 
 Closure = Callable[[], Any]
@@ -204,16 +206,21 @@ class Engine:
             lazy.finish()
 
     def notice_changes(self) -> None:
-        """Parameters that were frozen, unfrozen or given other memory since the last step."""
+        """Parameters that were moved, given other memory, frozen or unfrozen since the last step."""
         sharded = self.sharded
+        check_still_alone(sharded.group)
+        self.source.follow()
+        with self.consensus.reporting("step"):
+            if sharded.moved():
+                sharded.bind()
+            if sharded.state_is_behind:
+                bring_state(sharded, self.optimizer)
+                sharded.state_is_behind = False
         active = sharded.active_now()
         if active != sharded.active:
             self.consensus.note(sharded.describe_change(active))
             self.consensus.check_equal("step, after a change of requires_grad", sharded.activity_facts(active))
             sharded.activate(active)
-        with self.consensus.reporting("step"):
-            if sharded.moved():
-                sharded.bind()
 
     def _start(self) -> None:
         self._check_last_step()

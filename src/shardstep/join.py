@@ -202,7 +202,13 @@ class UnevenInputs(Joinable):
     @property
     def join_process_group(self) -> ProcessGroup:
         """Among which ranks torch's Join counts: those that share the state; of a mesh all."""
-        return self.engine.sharded.ranks.everyone.process_group
+        group = self.engine.sharded.ranks.everyone.process_group
+        if group is None:
+            raise RuntimeError(
+                "Join expects a process group, whose ranks it counts, but the optimizer was built without one. Call "
+                "torch.distributed.init_process_group first, or leave Join out: one process has no uneven inputs."
+            )
+        return group
 
 
 class LentGradients(StepGradients):

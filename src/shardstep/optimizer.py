@@ -57,11 +57,12 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
             ``"shard"`` to choose for itself.
         optimizer_class: the class of the local optimizer.
         process_group: the ranks to shard over (default: all). Or a mesh: of one dimension, or (replicate, shard).
+            Without ``init_process_group`` this process is the only rank.
         parameters_as_bucket_view: make the parameters views of one buffer per bucket, so that nothing is packed.
         overlap_with_ddp: step inside DDP's backward: see ``hook_with_zero_step``.
         shard: "element" cuts parameters anywhere and gives every rank exactly its share; "tensor" keeps them whole;
             "auto" asks the optimizer, by stepping tiny tensors, whether it may be cut.
-        bucket_cap_mb: the size of a bucket, in MiB. None: an 18th of the parameters, but 1 to 8 (on accelerators 25).
+        bucket_cap_mb: the size of a bucket, in MiB. None: a 12th of the parameters, but 1 to 12 (on accelerators 25).
         shard_gradients: reduce the gradients during backward and keep this rank's share only (ZeRO-2). The model must
             not be wrapped in DDP. ``param.grad`` is then a ``ShardedGradient``; see ``full_grad``, ``no_sync``.
         broadcast_parameters: with ``shard_gradients``: start from rank 0's parameters.
@@ -77,7 +78,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         param_groups: the groups as in torch.optim, with the user's parameters: for schedulers.
         defaults: the defaults of the local optimizer.
         optim: the local optimizer, an ``optimizer_class`` over this rank's pieces.
-        process_group: the ranks that share the state; of a mesh, those along its shard dimension.
+        process_group: the ranks that share the state; of a mesh, those along its shard dimension. None: there is no
+            process group, and one rank.
         mesh: the mesh that was passed as ``process_group``; None: it was none.
         rank: this rank's number in the group.
         world_size: how many ranks the group has.
@@ -91,7 +93,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         ```
     """
 
-    process_group: ProcessGroup
+    process_group: ProcessGroup | None
     mesh: DeviceMesh | None
     global_rank: int
     parameters_as_bucket_view: bool
@@ -180,6 +182,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         if engine.source.may_step_in_backward and callable(closure):
             closure = evaluated_once(closure)  # its backward may make the first step, so it runs before one is begun
         if engine.source.steps_in_backward:
+            engine.source.follow()  # (after a move DDP's hook is called no more, which would go unnoticed)
             loss = closure() if callable(closure) else None
         else:
             gradients = self._attendance.begin_step(engine.source, engine.sharded, callable(closure))
@@ -281,6 +284,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
             super().add_param_group(param_group)
             return
         sharded, source, count = engine.sharded, engine.source, len(self.param_groups)
+        source.follow()
         try:
             with engine.consensus.reporting("add_param_group"):
                 group = groups.normalize_group(param_group)

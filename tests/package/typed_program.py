@@ -83,7 +83,7 @@ def after_backward(directory: Path) -> None:
     assert_type(optimizer.memory().state, int)
     assert_type(optimizer.rank, int)
     assert_type(optimizer.world_size, int)
-    assert_type(optimizer.process_group, dist.ProcessGroup)
+    assert_type(optimizer.process_group, dist.ProcessGroup | None)
     assert_type(optimizer.join_device, torch.device)
     optimizer.check_replicas()
     for parameter in model.parameters():

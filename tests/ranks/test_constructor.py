@@ -465,7 +465,8 @@ def test_a_rank_outside_the_process_group_is_refused():
     run_ranks(_outsider, 3)
 
 
-def test_without_a_process_group_it_is_a_value_error():
+def test_without_a_process_group_it_is_a_value_error_if_several_processes_were_launched(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="init_process_group"):
         ZeroRedundancyOptimizer(parameters(SHAPES), torch.optim.Adam)
 

@@ -437,6 +437,24 @@ def test_a_value_set_while_frozen_is_kept():
     run_ranks(_frozen_changed_by_hand, 3)
 
 
+def _frozen_and_given_other_memory(rank, world_size):
+    for shard, views in MODES:
+        twins = Twins(
+            lambda: parameters(SHAPES), torch.optim.AdamW, sharded={"shard": shard, "parameters_as_bucket_view": views}
+        )
+        twins.step()
+        for params in (twins.ours, twins.theirs):
+            params[3].requires_grad_(False)
+        for param in twins.ours:
+            param.data = param.data.clone()
+        twins.step(2, skip=[3])
+        twins.check()
+
+
+def test_parameters_may_be_frozen_and_given_other_memory_before_the_same_step():
+    run_ranks(_frozen_and_given_other_memory, 3)
+
+
 def _built_frozen(rank, world_size):
     """Everything frozen at construction, layer by layer thawed: the usual fine-tuning."""
 

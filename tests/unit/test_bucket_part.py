@@ -50,9 +50,9 @@ def test_a_rank_without_a_gradient_sends_zeros():
     [
         (0, True, MIB),
         (10 * MIB, True, MIB),
-        (54 * MIB, True, 3 * MIB),
-        (1000 * MIB, True, 8 * MIB),
-        (28_000 * MIB, True, 8 * MIB),
+        (54 * MIB, True, 54 * MIB // 12),
+        (1000 * MIB, True, 12 * MIB),
+        (28_000 * MIB, True, 12 * MIB),
         (28_000 * MIB, False, 25 * MIB),
     ],
 )

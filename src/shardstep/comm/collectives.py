@@ -165,6 +165,9 @@ def reduce_shards(group: Group, buffer: Tensor, shards: Sequence[Tensor], total:
     ``shards`` are ranges of ``buffer``. If they are equal and fill it, this is one native reduce-scatter. The buffer
     is scratch memory afterwards.
     """
+    if group.world_size == 1:
+        total.copy_(shards[0])
+        return Handle((), buffer)
     if len({shard.numel() for shard in shards}) == 1 and shards[0].numel() * len(shards) == buffer.numel():
         work = torch_versions.reduce_scatter(total, buffer, group=group.process_group, async_op=True)
         return Handle((work,) if work is not None else (), buffer)
@@ -222,6 +225,8 @@ def gather_buffer(group: Group, buffer: Tensor) -> Handle:
 
 def all_gather_ints(group: Group, values: Sequence[int]) -> list[list[int]]:
     """Everybody's ``values``, by rank. Blocks the host. The same number of values on every rank."""
+    if group.world_size == 1:
+        return [list(map(int, values))]
     mine = torch.tensor(list(values), dtype=torch.int64, device=group.wire_device)
     rows = [torch.empty_like(mine) for _ in range(group.world_size)]
     dist.all_gather(rows, mine, group=group.process_group)
@@ -235,7 +240,7 @@ def move(group: Group, tensor: Tensor, source: int, target: int | None) -> None:
     Ranks that neither send nor receive may call it or not.
     """
     wire = tensor if tensor.device.type == group.wire_device.type else tensor.to(group.wire_device)
-    if tensor.numel() == 0 or source == target:
+    if tensor.numel() == 0 or source == target or group.world_size == 1:
         return
     if target is None:
         dist.broadcast(wire, group=group.process_group, group_src=source)

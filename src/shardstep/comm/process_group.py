@@ -23,7 +23,7 @@ ProcessGroup: TypeAlias = dist.ProcessGroup  # for the signatures of those who t
 class Group:
     """The facts about a process group. ``rank`` is the rank within it, as everywhere in this package."""
 
-    process_group: dist.ProcessGroup
+    process_group: dist.ProcessGroup | None  # None: a process by itself, which sends nothing to anybody
     rank: int
     world_size: int
     global_rank: int
@@ -42,11 +42,19 @@ class Group:
     @property
     def store(self) -> dist.Store:
         """The key-value store the group was made with: a side channel that no collective can block."""
-        return self.own_store or torch_versions.group_store(self.process_group)
+        return self.own_store or torch_versions.group_store(self.some_process_group)
+
+    @property
+    def some_process_group(self) -> dist.ProcessGroup:
+        """The process group of what has one: whatever sends something has."""
+        assert self.process_group is not None, "a process by itself sends nothing"
+        return self.process_group
 
     @property
     def timeout(self) -> timedelta:
         """How long the group's collectives wait."""
+        if self.process_group is None:
+            return dist.default_pg_timeout
         options = getattr(self.process_group._get_backend(self.wire_device), "options", None)
         return getattr(options, "_timeout", None) or dist.default_pg_timeout
 
@@ -66,7 +74,13 @@ def rank_numbers(ranks: Sequence[int]) -> str:
 
 
 def open_group(process_group: dist.ProcessGroup | None) -> Group:
-    """The facts about ``process_group`` (None: all ranks). ValueError if the caller is not a member."""
+    """The facts about ``process_group`` (None: all ranks). ValueError if the caller is not a member.
+
+    Without any process group this is a process by itself, unless it was launched as one of several.
+    """
+    if process_group is None and not is_initialized():
+        _check_launched_alone()
+        return alone()
     if process_group is None:
         process_group = dist.distributed_c10d._get_default_group()
     rank = dist.get_rank(process_group)
@@ -86,6 +100,21 @@ def open_group(process_group: dist.ProcessGroup | None) -> Group:
     )
 
 
+def is_initialized() -> bool:
+    """Whether this process has a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def _check_launched_alone() -> None:
+    launched = os.environ.get("WORLD_SIZE", "1")
+    if launched.isdigit() and int(launched) > 1:
+        raise ValueError(
+            f"ZeroRedundancyOptimizer expects a process group, because {launched} processes were launched "
+            "(WORLD_SIZE), but there is none: each would train by itself. Call torch.distributed.init_process_group "
+            "first, on every rank."
+        )
+
+
 class Job(NamedTuple):
     """The processes that run together, and this one among them."""
 
@@ -96,7 +125,7 @@ class Job(NamedTuple):
 
 def job() -> Job | None:
     """The job that this process is part of; None if it is alone."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not is_initialized() or dist.get_world_size() == 1:
         return None
     default = dist.distributed_c10d._get_default_group()
     store = torch_versions.second_connection(torch_versions.group_store(default))
@@ -107,8 +136,19 @@ def job() -> Job | None:
 
 
 def alone() -> Group:
-    """A process by itself, for what needs a group but sends nothing."""
-    return Group(process_group=None, rank=0, world_size=1, global_rank=0, backends={"cpu": "gloo"})  # type: ignore
+    """A process by itself: a group of one rank without a process group, whose store nobody else sees."""
+    backends, store = {"cpu": "gloo"}, dist.HashStore()
+    return Group(process_group=None, rank=0, world_size=1, global_rank=0, backends=backends, own_store=store)
+
+
+def check_still_alone(group: Group) -> None:
+    """RuntimeError if ``group`` is a process by itself, and this process is one of several by now."""
+    if group.process_group is None and is_initialized() and dist.get_world_size() > 1:
+        raise RuntimeError(
+            "step expects an optimizer that was built after init_process_group, but this one was built without a "
+            f"process group, and there are {dist.get_world_size()} ranks now: each would train by itself. Call "
+            "init_process_group first and build the optimizer afterwards, on every rank."
+        )
 
 
 def open_side_group(group: Group, backend: str | None = None) -> Group:
@@ -122,7 +162,7 @@ def open_side_group(group: Group, backend: str | None = None) -> Group:
     if group.world_size == 1:
         return group
     number = group.store.add(f"shardstep/side/{group.rank}", 1)
-    name = f"{group.process_group.group_name}/shardstep-{number}"
+    name = f"{group.some_process_group.group_name}/shardstep-{number}"
     backends = {"cpu": backend} if backend else group.backends
     return replace(group, process_group=_new_process_group(group, ranks_of(group), name, backend), backends=backends)
 
@@ -164,7 +204,7 @@ def _new_process_group(group: Group, ranks: Sequence[int], name: str, backend: s
 
 def ranks_of(group: Group) -> list[int]:
     """The global ranks of the members, in the order of their ranks in the group."""
-    return dist.get_process_group_ranks(group.process_group)
+    return [0] if group.process_group is None else dist.get_process_group_ranks(group.process_group)
 
 
 def for_another_thread(group: Group) -> Group:
@@ -179,22 +219,22 @@ def same_ranks(one: Group, other: Group) -> bool:
 
 def is_everybody(group: Group) -> bool:
     """Whether the group is all ranks, in their order."""
-    return ranks_of(group) == list(range(dist.get_world_size()))
+    return ranks_of(group) == list(range(dist.get_world_size() if is_initialized() else 1))
 
 
 def is_member(process_group: dist.ProcessGroup | None) -> bool:
     """Whether there is such a group, and the caller is in it."""
-    return dist.is_available() and dist.is_initialized() and dist.get_rank(process_group) >= 0
+    return is_initialized() and dist.get_rank(process_group) >= 0
 
 
-def group_name(process_group: dist.ProcessGroup) -> str:
-    """The name under which ``find_group`` finds the group again, in this process or another one."""
-    return process_group.group_name
+def group_name(group: Group) -> str:
+    """The name under which ``find_group`` finds the group again, in this process or another one; empty: it has none."""
+    return group.process_group.group_name if group.process_group is not None else ""
 
 
-def find_group(name: str) -> dist.ProcessGroup:
-    """The process group of that name. RuntimeError if this process has none."""
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
+def find_group(name: str) -> Group:
+    """The group of that name. RuntimeError if this process has none."""
+    return open_group(dist.distributed_c10d._resolve_process_group(name)) if name else alone()  # type: ignore[arg-type]
 
 
 def debug_is_on() -> bool:

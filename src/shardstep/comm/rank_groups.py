@@ -58,7 +58,7 @@ class RankGroups:
 
     def portable(self) -> PortableGroups:
         """For a copy or a pickle of the optimizer."""
-        return PortableGroups(self.mesh, group_name(self.everyone.process_group))
+        return PortableGroups(self.mesh, group_name(self.everyone))
 
     def describe(self) -> str:
         """The arrangement in words, the same on every rank that has the same."""
@@ -179,14 +179,14 @@ def opening(call: str, argument: ProcessGroup | DeviceMesh | None) -> Iterator[C
 
 
 class PortableGroups(NamedTuple):
-    """The groups in a form that copies and pickles take along: process groups by name."""
+    """The groups in a form that copies and pickles take along: process groups by name (empty: there is none)."""
 
     mesh: DeviceMesh | None
     everyone: str
 
     def revive(self) -> RankGroups:
         """The groups again, in the same run. Not collective: a copy may be made on one rank only."""
-        everyone = open_group(find_group(self.everyone))
+        everyone = find_group(self.everyone)
         if self.mesh is None or self.mesh.ndim == 1:
             return one_dimension(everyone, self.mesh)
         return _two_dimensions(self.mesh, everyone)

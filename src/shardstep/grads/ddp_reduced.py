@@ -46,12 +46,13 @@ class DdpReducedGradients(SteppedByHook, ReducedGradients):
         self._awaits_step = False  # in a Join context: since a forward of DDP
 
     def _make_scheduler(self) -> DdpScheduler:
-        return DdpScheduler(self._sharded, self._shards, self._reducer, self._settings, self._attendance)
+        return DdpScheduler(*self._parts)
 
     # --- for DDP's hook -------------------------------------------------------------------------------------------
 
     def begin(self, has_inputs: bool) -> None:
         """Collective. DDP hands over its first bucket; ``has_inputs``: of a backward of this rank."""
+        self.follow()
         if not self._sharded.lies_as_placed():
             raise RuntimeError(
                 "reduce_scatter_hook expects parameters that lie in memory as they did when DDP was built, but a "

@@ -50,6 +50,8 @@ class HookedScheduler(BackwardScheduler):
         elif gradient is None:  # an earlier hook of the user's took it
             return
         elif self.syncs or self._settings.reduce_dtype is not None:
+            if gradient.device != self._shards.devices[index]:
+                self.follow()
             self._take(index, param, gradient)
         else:
             return  # stays where autograd put it, as in DDP

@@ -7,7 +7,7 @@ by it as being over.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -136,6 +136,10 @@ class Iteration:
             gradients, kept = self.round.leaving
             copies = [None if gradient is None else gradient.clone() for gradient in gradients]
             self.round.leaving = Leaving(copies, kept)
+
+    def follow(self, params: Mapping[int, Tensor]) -> None:
+        """Parameters were moved to another device: have their gradients there that were not sent yet."""
+        self.arrived = {index: gradient.to(params[index].device) for index, gradient in self.arrived.items()}
 
     def continued(self) -> Iteration:
         """The next one, with the gradients that were not sent in this."""

@@ -13,6 +13,7 @@ from shardstep.grads import clipping
 from shardstep.grads.average_check import AverageCheck
 from shardstep.grads.norms import local_norm, wide_dtype
 from shardstep.grads.source import GradientSource
+from shardstep.params.relocation import Relocation
 from shardstep.params.sharded_parameters import ShardedParameters
 
 
@@ -24,6 +25,7 @@ class ParameterGradients(GradientSource):
     def __init__(self, sharded: ShardedParameters, consensus: RankConsensus) -> None:
         self._sharded = sharded
         self._averaged = AverageCheck(consensus)
+        self._relocation = Relocation(sharded, consensus)
 
     def prepare(self, param_groups: Sequence[dict[str, Any]]) -> None:
         self._averaged.look(self._sharded.params.values())
@@ -32,6 +34,11 @@ class ParameterGradients(GradientSource):
         for position in positions:
             for param, tensor, where in self._sharded.pieces.separate(position):
                 tensor.grad = param.grad if where is None else _slice(param, where)
+
+    def follow(self) -> None:
+        if self._relocation.is_due:
+            self._relocation.agree()
+            self._relocation.follow()
 
     def release(self) -> None:
         self._sharded.pieces.release_gradients()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,7 @@ from shardstep.grads.settings import ReduceSettings
 from shardstep.grads.shards import GradientShards
 from shardstep.grads.source import GradientSource
 from shardstep.params.model_search import check_not_in_ddp
+from shardstep.params.relocation import Relocation
 from shardstep.params.sharded_parameters import ShardedParameters
 
 
@@ -64,7 +66,13 @@ class ReducedGradients(GradientSource):
         self._scheduler = self._make_scheduler()
 
     def _make_scheduler(self) -> BackwardScheduler:
-        return HookedScheduler(self._sharded, self._shards, self._reducer, self._settings, self._attendance)
+        return HookedScheduler(*self._parts)
+
+    @property
+    def _parts(self) -> tuple[Any, ...]:
+        """Of a scheduler."""
+        relocation = Relocation(self._sharded, self._consensus)
+        return self._sharded, self._shards, self._reducer, self._settings, self._attendance, relocation
 
     # --- for the engine -------------------------------------------------------------------------------------------
 
@@ -84,12 +92,14 @@ class ReducedGradients(GradientSource):
 
     def extend(self) -> None:
         if self._shards.buckets:
-            # What an aborted iteration has left under way belongs to the old buckets.
-            sent = collectives.all_gather_ints(self._everyone, [self._reducer.sent])
-            self._scheduler.catch_up(max(row[0] for row in sent))
+            self._scheduler.throw_leftovers_away()
         self._wide = wide_dtype(self._sharded.params.values())
         self._shards.extend(weakref.proxy(self))
         self._scheduler.extend()
+
+    def follow(self) -> None:
+        if self._scheduler.follow():
+            self.changed()
 
     def adopt(self, params: Sequence[Tensor]) -> None:
         if self._broadcasts:
@@ -158,6 +168,7 @@ class ReducedGradients(GradientSource):
 
     def complete(self) -> None:
         """Collective. Reduce what has not been reduced yet."""
+        self.follow()
         self._scheduler.complete()
 
     def settle(self) -> None:

@@ -21,12 +21,14 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
+from shardstep.comm import collectives
 from shardstep.grads.attendance import Attendance, JoinEnded, Roll
 from shardstep.grads.iteration import Iteration, IterationState, Leaving, Round, RoundPlan
 from shardstep.grads.reducer import GradientReducer
 from shardstep.grads.settings import ReduceSettings
 from shardstep.grads.sharded_gradient import ShardedGradient
 from shardstep.grads.shards import GradientShards
+from shardstep.params.relocation import Relocation
 from shardstep.params.sharded_parameters import ShardedParameters
 
 # How long a rank that is ahead waits inside its backward for the others, in seconds. See the note above.
@@ -45,12 +47,14 @@ class BackwardScheduler:
         reducer: GradientReducer,
         settings: ReduceSettings,
         attendance: Attendance,
+        relocation: Relocation,
     ) -> None:
         self._sharded = sharded
         self._shards = shards
         self._reducer = reducer
         self._settings = settings
         self._attendance = attendance
+        self._relocation = relocation
         self.syncs = True  # False within no_sync
         self._order: list[int] = []  # of all buckets
         self._plan = RoundPlan([], [], [])
@@ -64,6 +68,21 @@ class BackwardScheduler:
         buckets = self._sharded.layout.buckets
         self._order = sorted(range(len(buckets)), key=lambda position: -min(buckets[position].params))
         self._plan = RoundPlan([], [], [])
+
+    def follow(self) -> bool:
+        """Collective. If the parameters were moved to another device: follow them. Whether they were."""
+        if not self._relocation.is_due:
+            return False
+        self._relocation.agree()
+        if self._reducer.is_busy or self._reducer.under_way or self._iteration.is_open:
+            self._complete(None)  # it was sent, or is to be, from where they have been
+        self.throw_leftovers_away()
+        self._relocation.follow()
+        self._shards.follow()
+        self._iteration.follow(self._sharded.params)
+        self._reducer.extend()
+        self._plan = RoundPlan([], [], [])
+        return True
 
     @property
     def _iteration(self) -> Iteration:
@@ -118,6 +137,7 @@ class BackwardScheduler:
     def _begin(self) -> Round:
         """Begin a round: who takes part, and who is waited for?"""
         self._reducer.check()
+        self.follow()
         iteration = self._iteration
         compares = iteration.after_abort and not self._reducer.reports
         try:
@@ -271,6 +291,11 @@ class BackwardScheduler:
             self._turn += 1
         self._reducer.drain()
         self._reducer.start_iteration(self._iteration.continued())
+
+    def throw_leftovers_away(self) -> None:
+        """Collective. What aborted iterations have left under way belongs to buckets that will be others."""
+        sent = collectives.all_gather_ints(self._sharded.ranks.everyone, [self._reducer.sent])
+        self.catch_up(max(row[0] for row in sent))
 
     def shadow(self, roll: Roll) -> None:
         """Collective. Take part in a round of the ranks that have inputs, with nothing to add (see join.py)."""

@@ -67,13 +67,27 @@ class ShardedGradient(Tensor):
     copied: Copied  # what of that DDP has taken into its bucket
 
     @staticmethod
-    def __new__(cls, param: Tensor, owner: Owner, index: int, label: str) -> ShardedGradient:
+    def __new__(
+        cls, param: Tensor, owner: Owner, index: int, label: str, device: torch.device | None = None
+    ) -> ShardedGradient:
         gradient = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device, requires_grad=False
+            cls,
+            param.shape,
+            strides=param.stride(),
+            dtype=param.dtype,
+            device=device or param.device,
+            requires_grad=False,
         )
         gradient._owner, gradient._index, gradient._label = owner, index, label
         gradient.incoming, gradient.copied = None, Copied.NOT
         return gradient
+
+    def on_device(self, device: torch.device) -> ShardedGradient:
+        """The same gradient, of a parameter that was moved."""
+        moved = ShardedGradient(self, self._owner, self._index, self._label, device)
+        moved.incoming = None if self.incoming is None else self.incoming.to(device)
+        moved.copied = self.copied
+        return moved
 
     def take_incoming(self) -> Tensor | None:
         """What autograd added since the last call."""
@@ -155,6 +169,13 @@ def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> An
     return target.zero_() if incoming is None else target.copy_(incoming)
 
 
+def _move(func: Any, gradient: ShardedGradient, *, device: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
+    """``model.to(device)`` moves gradients, too. The shards follow when they are used."""
+    if device is None or dtype not in (None, gradient.dtype):
+        raise RuntimeError(_refusal(str(func), gradient))
+    return gradient.on_device(torch.device(device))
+
+
 def _apply(func: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> ShardedGradient:
     """Scale or zero: each rank its piece."""
     if any(isinstance(arg, Tensor) and arg.dim() > 0 for arg in args):
@@ -204,6 +225,7 @@ def _unscale(func: Any, gradients: list[Tensor], found_inf: Tensor, inverse_scal
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.add_.Tensor: _accumulate,
     aten.copy_.default: _copy,
+    aten._to_copy.default: _move,
     aten.zero_.default: _apply,
     aten.mul_.Tensor: _apply,
     aten.div_.Tensor: _apply,

@@ -7,7 +7,7 @@ stands for them: whoever sets ``param.grad`` to None has forgotten the gradient,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -49,6 +49,12 @@ class BucketShard:
                 self.room(piece.offset, piece.offset + piece.numel).zero_()
         room.add_(total)
 
+    def on_device(self, bucket: Bucket, device: torch.device) -> BucketShard:
+        """The same, of parameters that were moved. ``bucket``: theirs now."""
+        shard = None if self.shard is None else self.shard.to(device)
+        kept = shard if self.keeps_memory else None
+        return replace(self, bucket=bucket, device=device, shard=shard, kept=kept)
+
     def forget(self, indices: set[int]) -> None:
         """These parameters have no gradient any more."""
         self.holding = self.holding - indices
@@ -76,6 +82,7 @@ class GradientShards:
         self._dtype = dtype
         self._keep_memory = keep_memory
         self.buckets: list[BucketShard] = []
+        self.devices: dict[int, torch.device] = {}  # by parameter: where its gradient is
         self._stand_ins: dict[int, ShardedGradient] = {}
         self._deferred: set[int] | None = None  # while DDP has the parameters' gradients: what it will make room for
         self._displaced: list[tuple[int, Tensor]] = []  # by what DDP has put there when it rebuilt its buckets
@@ -87,12 +94,26 @@ class GradientShards:
         for index, param in params.items():
             if index not in self._stand_ins:
                 self._stand_ins[index] = ShardedGradient(param, owner, index, layout.spec_of[index].label)
+                self.devices[index] = param.device
         for bucket in layout.buckets[len(self.buckets) :]:
             dtype = self._dtype or params[bucket.params[0]].dtype
             pieces = list(bucket.pieces(rank))
             device = params[bucket.params[0]].device
             my_range = bucket.shard_range(rank)
             self.buckets.append(BucketShard(bucket, pieces, *my_range, dtype, device, keeps_memory=self._keep_memory))
+
+    def follow(self) -> None:
+        """The parameters were moved to another device: have their gradients there."""
+        params, buckets = self._sharded.params, self._sharded.layout.buckets
+        pairs = zip(self.buckets, buckets, strict=True)
+        self.buckets = [shard.on_device(bucket, params[bucket.params[0]].device) for shard, bucket in pairs]
+        for index, param in params.items():
+            before = self._stand_ins[index]
+            is_exposed = param.grad is before
+            self._stand_ins[index] = before.on_device(param.device)
+            self.devices[index] = param.device
+            if is_exposed:
+                param.grad = self._stand_ins[index]
 
     # --- on the parameters ----------------------------------------------------------------------------------------
 

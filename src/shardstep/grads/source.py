@@ -61,6 +61,10 @@ class GradientSource(StepGradients):
     def extend(self) -> None:
         """Collective. Parameters were added, and placed."""
 
+    @abstractmethod
+    def follow(self) -> None:
+        """Collective. If the parameters were moved to another device: follow them, with what is kept elsewhere."""
+
     def check_params(self, params: Iterable[Any]) -> None:
         """ValueError if gradients of these parameters cannot be reduced with these settings. Before they are added."""
 

@@ -41,7 +41,7 @@ class ReduceTransports:
         self.in_flight = 1
 
     def extend(self, shards: Sequence[BucketShard]) -> None:
-        """Collective. Take over the buckets that were added."""
+        """Collective. Take over the buckets that were added, or that are on another device now."""
         self.parts = [
             parts_of(shard.bucket, self._group.world_size, self._part_bytes(shard.device), shard.dtype)
             for shard in shards
@@ -76,6 +76,7 @@ class ReduceTransports:
         params = self._sharded.params.values()
         alone = self._group.world_size == 1 or not self.number_of
         if alone or not all(collectives.sends_pairwise(self._group, param.device) for param in params):
+            self._ring = None
             return
         # All hosts have slots of one size, though some may have more ranks than others.
         hosts = self._sharded.topology.hosts

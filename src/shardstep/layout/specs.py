@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -131,6 +131,12 @@ class Layout:
     world_size: int
     specs: tuple[ParamSpec, ...] = ()
     buckets: tuple[Bucket, ...] = ()
+
+    def on_devices(self, labels: Mapping[int, str]) -> Layout:
+        """The same layout for parameters that were moved. ``labels``: by parameter, as in ``ParamSpec.device``."""
+        specs = tuple(spec._replace(device=labels[spec.index]) for spec in self.specs)
+        buckets = tuple(bucket._replace(device=labels[bucket.params[0]]) for bucket in self.buckets)
+        return replace(self, specs=specs, buckets=buckets)
 
     @cached_property
     def spec_of(self) -> dict[int, ParamSpec]:

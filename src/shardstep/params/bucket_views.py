@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from shardstep.layout.specs import Layout
+from shardstep.layout.specs import Bucket, Layout
 
 
 class BucketViews:
@@ -20,13 +20,22 @@ class BucketViews:
     def extend(self, layout: Layout, params: Mapping[int, Tensor]) -> None:
         """Make buffers for the buckets that a longer layout adds, and move their parameters into them."""
         for bucket in layout.buckets[len(self.buffers) :]:
-            like = params[bucket.params[0]]
-            numel = max(bucket.numel, (bucket.equal_shard or 0) * layout.world_size)
-            buffer = torch.zeros(numel, dtype=like.dtype, device=like.device)
-            self.buffers.append(buffer)
-            for index, offset, size in zip(bucket.params, bucket.offsets, bucket.numels, strict=True):
-                self._views[index] = buffer[offset : offset + size].view(params[index].shape)
+            self.buffers.append(self._make(bucket, layout.world_size, params))
         self.bind(params)
+
+    def relocate(self, layout: Layout, params: Mapping[int, Tensor]) -> None:
+        """Parameters were moved to another device: have their buffers there. ``bind`` moves them in."""
+        for bucket in layout.buckets:
+            if self.buffers[bucket.position].device != params[bucket.params[0]].device:
+                self.buffers[bucket.position] = self._make(bucket, layout.world_size, params)
+
+    def _make(self, bucket: Bucket, world_size: int, params: Mapping[int, Tensor]) -> Tensor:
+        like = params[bucket.params[0]]
+        numel = max(bucket.numel, (bucket.equal_shard or 0) * world_size)
+        buffer = torch.zeros(numel, dtype=like.dtype, device=like.device)
+        for index, offset, size in zip(bucket.params, bucket.offsets, bucket.numels, strict=True):
+            self._views[index] = buffer[offset : offset + size].view(params[index].shape)
+        return buffer
 
     def bind(self, params: Mapping[int, Tensor]) -> None:
         """Make every parameter that is no view of its buffer one again, with the value that it has."""

@@ -29,6 +29,8 @@ class OptimizerBuilder:
         self._defaults = defaults
         self._verdicts: list[Verdict] = []  # per group
         self._options: list[dict[str, Any]] = []  # per group, as the user gave them
+        self._wishes: list[str] = []  # per group: the granularity that the user wished
+        self._chosen: list[str] = []  # and that it has
         self._probed: dict[str, Verdict] = {}
         self._state_classes: dict[str, type] = {}  # tensor subclasses that the optimizer makes as state, by name
 
@@ -53,7 +55,28 @@ class OptimizerBuilder:
             )
         self._verdicts.append(verdict)
         self._options.append(options)
-        return "element" if verdict.elementwise and wish != "tensor" else "tensor"
+        self._wishes.append(wish)
+        self._chosen.append("element" if verdict.elementwise and wish != "tensor" else "tensor")
+        return self._chosen[-1]
+
+    def examine_again(self, params: Sequence[Sequence[Tensor]]) -> None:
+        """The parameters, by group, are on another device: there the optimizer may have other kernels.
+
+        RuntimeError if parameters were cut and may not be cut there.
+        """
+        verdicts = list(self._verdicts)
+        for position, wish in enumerate(self._wishes):
+            like = groups.first_floating(params[position])
+            if like is None:
+                continue
+            verdicts[position] = found = self._verdict(like, wish, self._options[position])
+            if self._chosen[position] == "element" and not found.elementwise:
+                raise RuntimeError(
+                    f"{self._optimizer_class.__name__} expects its parameters whole on {like.device.type}, where "
+                    f"{found.reason}, but they were cut before the model was moved. Move the model first and build the "
+                    "optimizer afterwards, or pass shard='tensor'."
+                )
+        self._verdicts = verdicts
 
     def _verdict(self, like: Tensor, wish: str, options: dict[str, Any]) -> Verdict:
         key = repr((_shape_of_options(options), like.dtype, like.device, wish == "tensor"))
@@ -74,7 +97,7 @@ class OptimizerBuilder:
 
     def forget(self, count: int) -> None:
         """Keep what is known of the first ``count`` groups."""
-        del self._verdicts[count:], self._options[count:]
+        del self._verdicts[count:], self._options[count:], self._wishes[count:], self._chosen[count:]
 
     def given_options(self, position: int) -> dict[str, Any]:
         """The options that the user gave a group."""

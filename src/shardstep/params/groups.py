@@ -126,7 +126,7 @@ def specs_of(
     """
     found: dict[int, tuple[ParamSpec, Tensor]] = {}
     seen = set(map(id, known))
-    slots = _device_labels([*known, *(param for group in groups for param in group["params"])])
+    slots = device_labels([*known, *(param for group in groups for param in group["params"])])
     index = -1
     for position, (group, granularity) in enumerate(zip(groups, granularities, strict=True)):
         names = group.get("param_names") or [None] * len(group["params"])
@@ -168,7 +168,21 @@ def check_apart(params: Mapping[int, Tensor]) -> None:
             )
 
 
-def _device_labels(params: Iterable[Tensor]) -> dict[torch.device, str]:
+def kind_error(specs: Iterable[ParamSpec], params: Mapping[int, Tensor]) -> RuntimeError | None:
+    """What to raise if a parameter has another shape or dtype than its spec says."""
+    for spec in specs:
+        param = params[spec.index]
+        now, then = (tuple(param.shape), dtype_name(param.dtype)), (spec.shape, spec.dtype)
+        if now != then:
+            return RuntimeError(
+                f"{spec.label} expects to stay as it was when the optimizer was built (shape {then[0]}, {then[1]}), "
+                f"but it is now (shape {now[0]}, {now[1]}). Convert the model first and build the optimizer "
+                "afterwards. (It may be moved to another device at any time.)"
+            )
+    return None
+
+
+def device_labels(params: Iterable[Tensor]) -> dict[torch.device, str]:
     """cuda:1 -> "cuda#0": by type and order of appearance, because the numbers differ between ranks."""
     labels: dict[torch.device, str] = {}
     for param in params:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 
+import torch
 from torch import Tensor
+
+_device = attrgetter("device")
 
 
 class MemoryWatch:
@@ -14,6 +18,7 @@ class MemoryWatch:
         self._orders: dict[int, tuple[int, ...] | None] = {}  # when they were placed
         self._matrices: list[Tensor] = []  # parameters of which the strides can change
         self._pointers: list[int] = []
+        self._devices: list[torch.device] = []
         self._strides: list[tuple[int, ...]] = []
 
     def place(self, params: Mapping[int, Tensor]) -> None:
@@ -27,6 +32,7 @@ class MemoryWatch:
         """Remember where the parameters are now."""
         params = list(params)
         self._pointers = list(map(Tensor.data_ptr, params))
+        self._devices = list(map(_device, params))
         self._matrices = [param for param in params if param.dim() > 1]
         self._strides = list(map(Tensor.stride, self._matrices))
 
@@ -39,6 +45,10 @@ class MemoryWatch:
         return list(map(Tensor.data_ptr, params)) != self._pointers or (
             list(map(Tensor.stride, self._matrices)) != self._strides
         )
+
+    def changed_device(self, params: Iterable[Tensor]) -> bool:
+        """Whether one is on another device than at the last ``bind``."""
+        return list(map(_device, params)) != self._devices
 
     def lies_as_placed(self, params: Mapping[int, Tensor]) -> bool:
         """Whether all lie in memory in the order in which they did when they were placed."""

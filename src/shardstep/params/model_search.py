@@ -10,7 +10,7 @@ first backward, and at a step for which no parameter has a gradient. The search 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -50,6 +50,27 @@ def check_not_in_ddp(params: Iterable[Tensor]) -> None:
             "itself, but its parameters are in a DistributedDataParallel module. Drop the wrapper, or use "
             "shardstep.shard_ddp_gradients instead of shard_gradients."
         )
+
+
+def check_ddp_was_not_moved(params: Iterable[Tensor]) -> None:
+    """RuntimeError if these parameters have left the device on which they were wrapped in DistributedDataParallel.
+
+    Its buckets stay where they were, and its hooks on the parameters are gone: gradients would not be averaged.
+    """
+    params = list(params)
+    if _is_left_by_all(params):
+        gc.collect()  # a wrapper that nobody has any more
+    if _is_left_by_all(params):
+        raise RuntimeError(
+            "DistributedDataParallel cannot be moved: its buckets stay on the device on which the model was wrapped, "
+            "and it no longer averages the gradients. Move the model first and wrap it (again) afterwards."
+        )
+
+
+def _is_left_by_all(params: Sequence[Tensor]) -> bool:
+    """Whether there are DDP modules, and none was built where its parameters are now."""
+    modules = ddp_modules_of(params)
+    return bool(modules) and all(ddp.device not in {param.device for param in params_of_ddp(ddp)} for ddp in modules)
 
 
 def check_in_a_module(param: Tensor) -> None:

@@ -1,6 +1,6 @@
 """The layout made real on one rank: parameters, this rank's pieces of them, bucket views, the plan of a step.
 
-It is kept real when groups are added, parameters are frozen, or their memory is replaced.
+It is kept real when groups are added, parameters are frozen or moved, or their memory is replaced.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardstep.comm import collectives
-from shardstep.comm.codec import dtype_name
 from shardstep.comm.process_group import Group
 from shardstep.comm.rank_groups import RankGroups
 from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
@@ -78,6 +77,7 @@ class ShardedParameters:
         self._in_module = False  # known with bucket views only
         self._memory = MemoryWatch()
         self._ring: SharedMemoryRing | None = None
+        self.state_is_behind = False  # whether parameters were moved and their state was not yet
 
     @property
     def rank(self) -> int:
@@ -148,6 +148,7 @@ class ShardedParameters:
         """Slots of shared memory for buckets, or for parts of parameters that are larger than one."""
         group = self.wire
         if group.world_size == 1 or not all(collectives.sends_pairwise(group, p.device) for p in self.params.values()):
+            self._ring = None
             return
         sizes = [bucket.numel * bucket.itemsize for bucket in self.layout.buckets]
         slot_bytes = min(max(sizes, default=0), self.part_bytes)
@@ -224,8 +225,25 @@ class ShardedParameters:
         self._plan()
 
     def moved(self) -> bool:
-        """Whether a parameter has other memory than at the last ``bind``, or lies otherwise in it."""
+        """Whether a parameter has other memory than at the last ``bind``, or lies otherwise in it, on its device."""
         return self._memory.moved(self.params.values()) or have_moved(self._dtensors)
+
+    def has_left_its_device(self) -> bool:
+        """Whether a parameter is on another device than at the last ``bind`` (see ``relocation.py``)."""
+        if self._dtensors and have_moved(self._dtensors):
+            for param in self._dtensors:
+                param.follow()
+        return self._memory.changed_device(self.params.values())
+
+    def relocate(self) -> None:
+        """Collective. After all ranks agreed: follow the parameters to another device."""
+        labels = group_forms.device_labels(self.params.values())
+        self.layout = self.layout.on_devices({index: labels[param.device] for index, param in self.params.items()})
+        self._open_ring()
+        if self._views is not None:
+            self._views.relocate(self.layout, self.params)
+        self.bind()
+        self.state_is_behind = True
 
     def lies_as_placed(self) -> bool:
         """Whether all parameters lie in memory in the order in which they did when they were placed."""
@@ -256,18 +274,8 @@ class ShardedParameters:
         self._plan()
 
     def kind_error(self) -> RuntimeError | None:
-        """What to raise if a parameter has another shape, dtype or device type than when it was placed."""
-        for spec in self.layout.specs:
-            param = self.params[spec.index]
-            now = tuple(param.shape), dtype_name(param.dtype), param.device.type
-            then = spec.shape, spec.dtype, spec.device.split("#")[0]
-            if now != then:
-                return RuntimeError(
-                    f"{spec.label} expects to stay as it was when the optimizer was built (shape {then[0]}, {then[1]}, "
-                    f"{then[2]}), but it is now (shape {now[0]}, {now[1]}, {now[2]}). Convert the model first and "
-                    "build the optimizer afterwards."
-                )
-        return None
+        """What to raise if a parameter has another shape or dtype than when it was placed."""
+        return group_forms.kind_error(self.layout.specs, self.params)
 
     def _plan(self) -> None:
         active = dict(zip(self.params, self.active, strict=True))

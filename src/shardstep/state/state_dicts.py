@@ -16,7 +16,7 @@ from shardstep.params.local_optimizer import options_of
 from shardstep.params.progress import Progress
 from shardstep.params.sharded_parameters import ShardedParameters
 from shardstep.params.tensor_subclasses import map_tensors
-from shardstep.state import dcp_caller, dcp_forms, named, plain
+from shardstep.state import dcp_caller, dcp_forms, named, placement, plain
 from shardstep.state.collect import collect, describe
 from shardstep.state.names import names_of
 from shardstep.state.status import Snapshot, Status
@@ -83,6 +83,8 @@ class ShardedOptimizer(Optimizer):
         status = self._status
         if wanted is not None and (status.snapshot is None or wanted.full or wanted.loading is not None):
             state_dict = self._form_for_dcp(wanted)
+        elif status.has_state and placement.is_all_that_is_wanted():
+            state_dict = placement.mark(plain.plain_form(self.param_groups, None, self.rank), self.engine)
         elif status.has_state and status.snapshot is None:
             who = "as last time" if status.recipient else "as programs and frameworks do"
             raise RuntimeError(
@@ -110,6 +112,8 @@ class ShardedOptimizer(Optimizer):
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 changed = pre_hook(self, state_dict)
                 state_dict = state_dict if changed is None else changed
+            if placement.is_kept(state_dict, self.engine):
+                return
             undo = plain.load_local(state_dict, self.param_groups, self.engine.sharded, self.optim)
         try:
             self.engine.consensus.check_equal("load_state_dict", plain.facts_of(state_dict))
