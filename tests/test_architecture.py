@@ -35,12 +35,13 @@ ARROWS = {
     "engine": {"comm", "params", "grads"},
     "join": {"layout", "comm", "params", "grads", "engine"},
     "optimizer": {"layout", "comm", "params", "grads", "state", "engine", "join"},
+    "model_no_sync": {"grads", "state", "optimizer"},
     "sharded_ddp": {"comm", "params", "grads", "state", "optimizer"},
     "ddp_hooks": {"comm", "params", "grads", "state", "engine", "optimizer", "sharded_ddp"},
     # Checkpoints: files first, then what is written to them. None of it is imported with the package.
     "checkpoint.storage": {"comm"},
     "checkpoint": {"layout", "comm", "params", "state", "checkpoint.storage"},
-    "__init__": {"grads", "state", "optimizer", "sharded_ddp", "ddp_hooks", "checkpoint"},
+    "__init__": {"grads", "state", "optimizer", "model_no_sync", "sharded_ddp", "ddp_hooks", "checkpoint"},
     "tools": {"__init__", "comm", "params", "state", "checkpoint", "checkpoint.storage"},
 }
 # Who speaks with torch.distributed.checkpoint, reads and writes its files, and its metadata (a pickle).
