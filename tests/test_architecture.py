@@ -59,7 +59,7 @@ FOREIGN_PRIVATE = {
     "_C _current_graph_task_id _engine_run_backward _execution_engine",  # which backward runs, being called at its end
     "_make_wrapper_subclass _make_subclass _disable_dynamo _modules",
     "_foreach_copy_ _foreach_div_ _foreach_mul_ _foreach_norm _foreach_zero_ _to_copy",  # kernels over lists
-    "_amp_foreach_non_finite_check_and_unscale_",
+    "_amp_foreach_non_finite_check_and_unscale_ _foreach_clamp_min_ _foreach_clamp_max_",
     "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
     "_optimizer_state_dict_pre_hooks _optimizer_state_dict_post_hooks",
     "_optimizer_load_state_dict_pre_hooks _optimizer_load_state_dict_post_hooks",
@@ -168,9 +168,9 @@ def test_the_files_of_a_checkpoint_know_torch_and_the_codec_only():
     assert outside == {"comm.codec"}
 
 
-def test_nothing_but_the_package_itself_and_the_ddp_hooks_imports_the_optimizer():
+def test_nothing_but_the_package_itself_and_what_takes_optimizers_imports_the_optimizer():
     importers = [module for module, path in MODULES.items() if "optimizer" in modules_imported_by(path)]
-    assert importers == ["__init__", "ddp_hooks", "sharded_ddp"]
+    assert importers == ["__init__", "ddp_hooks", "model_no_sync", "sharded_ddp"]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -24,7 +24,7 @@ def add_no_sync(model: nn.Module, *optimizers: ZeroRedundancyOptimizer) -> None:
     """Give a model that is not wrapped in DDP DDP's ``no_sync``: that of the optimizers which reduce its gradients.
 
     For programs that were written for DDP, and for frameworks that look for ``model.no_sync``. Put it where the model
-    was wrapped; the loop stays as it is. Not collective. A copy of the model, or one that was pickled, has a ``no_sync``
+    was wrapped; the loop stays as it is. Not collective. A copy of the model (or one from a pickle) has a ``no_sync``
     that does nothing: no optimizer reduces its gradients.
 
     Args:
@@ -44,8 +44,8 @@ def add_no_sync(model: nn.Module, *optimizers: ZeroRedundancyOptimizer) -> None:
     existing = getattr(model, "no_sync", None)
     if existing is not None and not isinstance(existing, (ModelNoSync, partial)):
         raise ValueError(
-            f"add_no_sync expects a model without a no_sync of its own, but {type(model).__qualname__} has one. Use that "
-            "one (DDP's is right also with shard_ddp_gradients), or pass the model inside."
+            f"add_no_sync expects a model without a no_sync of its own, but {type(model).__qualname__} has one. Use "
+            "that (DDP's is right also with shard_ddp_gradients), or pass the model inside."
         )
     found = [unwrapped(optimizer) for optimizer in optimizers]
     _check(model, found)

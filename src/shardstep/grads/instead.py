@@ -9,14 +9,16 @@ WHOLE = (
     "optimizer.full_grad(param) to look at it, or optimizer.clip_grad_norm_ to clip, on every rank. (If "
     "DistributedDataParallel asks: drop the wrapper, or use shardstep.shard_ddp_gradients instead of shard_gradients.)"
 )
-_ON_EVERY_RANK = ", on every rank: the first one that is asked for brings those of all parameters."
+_REST = (
+    ", on every rank: the first one that is asked for brings those of all parameters. The numbers themselves: "
+    "optimizer.full_grad(param)."
+)
 _LARGEST = 'param.grad.norm(float("inf"))'
-_FINITE = f"torch.isfinite({_LARGEST}): the largest absolute value is nan or inf if any element is{_ON_EVERY_RANK}"
-_ABSOLUTE = f"{_LARGEST} for the largest absolute value, param.grad.norm(1) for their sum{_ON_EVERY_RANK}"
-_SQUARES = f"param.grad.norm() for the root of the sum of squares{_ON_EVERY_RANK}"
-_NUMBERS = " The numbers are in optimizer.full_grad(param)."
-_OTHER_DTYPE = f"torch.linalg.vector_norm(param.grad, dtype=...) for a norm in another dtype{_ON_EVERY_RANK}{_NUMBERS}"
-_EXTREMES = f"{_LARGEST} for the largest absolute value{_ON_EVERY_RANK}{_NUMBERS}"
+_FINITE = f"torch.isfinite({_LARGEST}), the largest absolute value, which is nan or inf if any element is{_REST}"
+_ABSOLUTE = f"{_LARGEST} for the largest absolute value, param.grad.norm(1) for their sum{_REST}"
+_SQUARES = f"param.grad.norm() for the root of the sum of squares{_REST}"
+_OTHER_DTYPE = f"torch.linalg.vector_norm(param.grad, dtype=...) for a norm in another dtype{_REST}"
+_EXTREMES = f"{_LARGEST} for the largest absolute value{_REST}"
 
 INSTEAD = {
     **dict.fromkeys(("isfinite", "isnan", "isinf"), _FINITE),

@@ -102,8 +102,10 @@ class ShardedGradient(Tensor):
         return self
 
     @data.setter
-    def data(self, value: object) -> NoReturn:
-        raise RuntimeError(_refusal("setting .data", self))
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, ShardedGradient):
+            raise RuntimeError(_refusal("setting .data", self))
+        Tensor.data.__set__(self, value)  # as model.cpu() does, with itself  # pyrefly: ignore
 
     def numpy(self, *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(_refusal("numpy", self))
