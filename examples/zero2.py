@@ -57,4 +57,5 @@ say(f"held-out loss after training:  {held_out_loss(model, held_out, args.contex
 held = optimizer.memory()
 share = held.gradients / held.parameters  # both float32
 print(f"rank {rank} holds {share:.3f} of the gradients: {held}\n", end="")  # one write, so that ranks do not mix
+dist.barrier()
 dist.destroy_process_group()

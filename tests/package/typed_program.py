@@ -172,6 +172,7 @@ def main(directory: Path) -> None:
     inside_backward()
     under_ddp()
     print(f"rank {dist.get_rank()} is done")
+    dist.barrier()
     dist.destroy_process_group()
 
 
