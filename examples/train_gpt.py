@@ -159,7 +159,7 @@ def main() -> None:
     dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
     try:
         train(args, device)
-        dist.barrier()  # with gloo, a rank that leaves while others are still busy may abort
+        dist.barrier()  # with gloo, a program that ends right after a collective may abort
     finally:
         dist.destroy_process_group()
 
