@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW
 
@@ -393,3 +394,32 @@ def left_behind(rank: int, world: int) -> None:
 
 def test_a_gradient_whose_optimizer_is_gone_says_so():
     run_ranks(left_behind, 2)
+
+
+# --- uneven inputs ------------------------------------------------------------------------------------------------
+
+
+def in_a_join_context(rank: int, world: int) -> None:
+    """Rank 0 has run out of inputs, and nobody would tell it to change its pieces."""
+    model = make_model()
+    optimizer = sharded(model)
+    changes: tuple[Callable[[Tensor], Any], ...] = (
+        lambda grad: grad.mul_(0.5),
+        lambda grad: grad.clamp_(-1, 1),
+        lambda grad: grad.norm(),
+    )
+    with Join([optimizer]):
+        for step in range(min(rank, 1) + 1):
+            optimizer.zero_grad()
+            model(batch(rank, step)).square().mean().backward()
+            for change in changes:
+                error = error_of(lambda change=change: change(model[0].weight.grad), "in a Join context")
+                assert isinstance(error, RuntimeError)
+                assert "not available in a Join context" in str(error)
+                assert "optimizer.clip_grad_norm_" in str(error)
+            optimizer.step()
+    optimizer.check_replicas()
+
+
+def test_a_sharded_gradient_is_not_changed_in_place_while_ranks_may_be_without_inputs():
+    run_ranks(in_a_join_context, 3, timeout=60, pg_timeout=10)
