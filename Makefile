@@ -11,7 +11,7 @@ ARGS   ?=
 # What needs no further packages: the others have suites of their own.
 OWN    := not optimizers and not frameworks and not package and not docs and not hosts
 
-.PHONY: train test test-all test-optimizers test-frameworks test-package test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-hosts bench-checkpoint bench-compare clean
+.PHONY: train test test-all test-optimizers test-frameworks test-migration test-package test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-hosts bench-checkpoint bench-compare clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -46,7 +46,8 @@ $(VENV)/installed-frameworks: $(VENV)/installed
 	touch $@
 
 test-frameworks: $(VENV)/installed-frameworks
-	$(BIN)/python -m pytest tests/frameworks tests/ranks/test_wrapped_optimizers.py $(ARGS)
+	$(BIN)/python -m pytest tests/frameworks tests/ranks/test_wrapped_optimizers.py tests/ranks/test_wrapped_later.py \
+		tests/ranks/test_logging_gradients.py $(ARGS)
 
 # Builds the package, installs it where nothing else is, and uses it as a user does. One process: one environment for all.
 $(VENV)/installed-package: $(VENV)/installed
@@ -115,6 +116,15 @@ $(RIVALS)/installed: pyproject.toml benchmarks/rivals.txt
 	$(RIVALS)/bin/pip install --quiet numpy setuptools wheel ninja
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(RIVALS)/bin/pip install --quiet --no-build-isolation -r benchmarks/rivals.txt \
 		&& touch $@ || echo "bench-step goes on without the rivals"
+
+# docs/migration.md with the packages that it comes from: programs of before and of after, and checkpoints.
+$(RIVALS)/installed-tests: $(RIVALS)/installed
+	$(RIVALS)/bin/pip install --quiet torch==2.13.0 --editable '.[test]'
+	touch $@
+
+test-migration: $(RIVALS)/installed-tests
+	$(RIVALS)/bin/python -c 'import deepspeed, fairscale'
+	$(RIVALS)/bin/python -m pytest tests/test_migration.py tests/test_tools.py -n 2 $(ARGS)
 
 bench-step: $(RIVALS)/installed
 	$(RIVALS)/bin/python -m benchmarks.step $(ARGS)

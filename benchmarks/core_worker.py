@@ -48,6 +48,7 @@ def main() -> None:
     }
     if dist.get_rank() == 0:
         output.write_text(json.dumps(result))
+    dist.barrier()
     dist.destroy_process_group()
 
 

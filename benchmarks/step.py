@@ -59,9 +59,9 @@ ENVIRONMENT = {
     "DS_ACCELERATOR": "cpu",
     "TORCH_EXTENSIONS_DIR": str(Path(sys.prefix) / "extensions"),  # DeepSpeed compiles a transport at its first use
     "PYTHONWARNINGS": "ignore::FutureWarning",
-    # glibc gives memory back to the system when the end of its heap happens to be free, and maps it anew page by page in
-    # the next iteration: *measured*, 0 to 22,000 page faults per iteration of one variant, depending on which others
-    # are in the process. Every variant is measured with an allocator that keeps its memory.
+    # glibc gives memory back to the system when the end of its heap happens to be free, and maps it anew page by page
+    # in the next iteration: *measured*, 0 to 22,000 page faults per iteration of one variant, depending on which
+    # others are in the process. Every variant is measured with an allocator that keeps its memory.
     "MALLOC_MMAP_THRESHOLD_": str(2**25),
     "MALLOC_TRIM_THRESHOLD_": str(2**32),
 }
@@ -209,8 +209,8 @@ def report(measured: dict[int, dict], options: argparse.Namespace) -> str:
         "Model: GPT, 8 layers, width 512, vocabulary 8192, 33.6 M parameters; 1 x 32 tokens per rank; fused AdamW.",
         "Times in ms, median (middle half), barrier to barrier, all variants of a table alternating in one run in "
         "changing order. *Overhead*: iteration minus forward + backward alone, in the same round. A ratio is the "
-        "median over rounds of ratios of overheads. The C library's allocator is told to keep its memory, for all alike "
-        "(`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`).",
+        "median over rounds of ratios of overheads. The C library's allocator is told to keep its memory, for all "
+        "variants alike (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`).",
         "",
         "## Targets",
         "",

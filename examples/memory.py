@@ -69,6 +69,7 @@ def main() -> None:
                 print_row(way, rank, *held)
         whole = rows[PLAIN][0][0]
         print_row("unsharded, computed", "each", whole, whole, 2 * whole)  # AdamW: two values for each parameter
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -159,6 +159,7 @@ def main() -> None:
     dist.init_process_group(backend, device_id=None if device.type == "cpu" else device)
     try:
         train(args, device)
+        dist.barrier()  # with gloo, a program that ends right after a collective may abort
     finally:
         dist.destroy_process_group()
 

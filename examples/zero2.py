@@ -54,7 +54,7 @@ for step in range(first, args.steps):
         checkpoint.save(f"{args.checkpoints}/step-{done:06}", optimizer, model, extra=extra, keep=2)
 
 say(f"held-out loss after training:  {held_out_loss(model, held_out, args.context, device):.3f} nats per byte")
-held = optimizer.memory()
-share = held.gradients / held.parameters  # both float32
-print(f"rank {rank} holds {share:.3f} of the gradients: {held}\n", end="")  # one write, so that ranks do not mix
+held = optimizer.memory()  # in one write, so that ranks do not mix
+print(f"rank {rank} holds {held.gradients / held.parameters:.3f} of the gradients: {held}\n", end="")
+dist.barrier()
 dist.destroy_process_group()

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import shardstep
-from shardstep.params import builder
+from shardstep.params import builder, ddp_wraps
 from tests.traces import Start
 
 _context = multiprocessing.get_context("forkserver")
@@ -169,6 +169,7 @@ def _work(pipe: Connection) -> None:
     # What was imported is not looked at again: neither by the collector nor by searches through all objects.
     gc.freeze()
     _remember_verdicts()
+    ddp_wraps.watched_parameters()  # its hook stays with the process: it is there from the start
     start = Start()
     while True:
         try:

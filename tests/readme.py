@@ -9,9 +9,9 @@ import pytest
 from tests.launch import ROOT
 
 README = (ROOT / "README.md").read_text()
-LEAVE = "dist.destroy_process_group()\n"  # the last line of the example
 BLOCKS: list[str] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 EXAMPLE = BLOCKS[0]
+LEAVE = EXAMPLE[EXAMPLE.index("dist.barrier()") :]  # the last lines of the example: wait for all, then leave
 (SAVING,) = [block for block in BLOCKS if "checkpoint.save" in block]
 
 

@@ -98,6 +98,7 @@ def main() -> None:
     torch.save(told["weights"], f"{out}.weights")
     restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     out.with_suffix(".json").write_text(json.dumps({"began": told["began"], "world": world, "restarts": restarts}))
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -24,3 +24,10 @@ def full_disk(here: bool) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def as_under_torchrun(rank: int, world: int) -> None:
+    """Frameworks read their ranks from the environment, and take the process group that is there."""
+    names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "GROUP_RANK": 0}
+    os.environ.update({name: str(value) for name, value in names.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1", TORCHELASTIC_RUN_ID="test", HF_HUB_OFFLINE="1")

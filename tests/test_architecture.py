@@ -35,12 +35,13 @@ ARROWS = {
     "engine": {"comm", "params", "grads"},
     "join": {"layout", "comm", "params", "grads", "engine"},
     "optimizer": {"layout", "comm", "params", "grads", "state", "engine", "join"},
+    "model_no_sync": {"grads", "state", "optimizer"},
     "sharded_ddp": {"comm", "params", "grads", "state", "optimizer"},
     "ddp_hooks": {"comm", "params", "grads", "state", "engine", "optimizer", "sharded_ddp"},
     # Checkpoints: files first, then what is written to them. None of it is imported with the package.
     "checkpoint.storage": {"comm"},
     "checkpoint": {"layout", "comm", "params", "state", "checkpoint.storage"},
-    "__init__": {"grads", "state", "optimizer", "sharded_ddp", "ddp_hooks", "checkpoint"},
+    "__init__": {"grads", "state", "optimizer", "model_no_sync", "sharded_ddp", "ddp_hooks", "checkpoint"},
     "tools": {"__init__", "comm", "params", "state", "checkpoint", "checkpoint.storage"},
 }
 # Who speaks with torch.distributed.checkpoint, reads and writes its files, and its metadata (a pickle).
@@ -58,7 +59,7 @@ FOREIGN_PRIVATE = {
     "_C _current_graph_task_id _engine_run_backward _execution_engine",  # which backward runs, being called at its end
     "_make_wrapper_subclass _make_subclass _disable_dynamo _modules",
     "_foreach_copy_ _foreach_div_ _foreach_mul_ _foreach_norm _foreach_zero_ _to_copy",  # kernels over lists
-    "_amp_foreach_non_finite_check_and_unscale_",
+    "_amp_foreach_non_finite_check_and_unscale_ _foreach_clamp_min_ _foreach_clamp_max_",
     "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
     "_optimizer_state_dict_pre_hooks _optimizer_state_dict_post_hooks",
     "_optimizer_load_state_dict_pre_hooks _optimizer_load_state_dict_post_hooks",
@@ -167,9 +168,9 @@ def test_the_files_of_a_checkpoint_know_torch_and_the_codec_only():
     assert outside == {"comm.codec"}
 
 
-def test_nothing_but_the_package_itself_and_the_ddp_hooks_imports_the_optimizer():
+def test_nothing_but_the_package_itself_and_what_takes_optimizers_imports_the_optimizer():
     importers = [module for module, path in MODULES.items() if "optimizer" in modules_imported_by(path)]
-    assert importers == ["__init__", "ddp_hooks", "sharded_ddp"]
+    assert importers == ["__init__", "ddp_hooks", "model_no_sync", "sharded_ddp"]
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -1,12 +1,16 @@
-"""A program ends well although its last collective was a moment ago (comm/program_end.py says what goes wrong)."""
+"""A program ends well although its last collective was a moment ago (comm/program_end.py says what goes wrong).
+
+Two things see to it: the optimizer waits a moment at exit, and our programs wait for all ranks before they leave.
+"""
 
 from __future__ import annotations
 
+import re
 import subprocess
 
 import pytest
 
-from tests.launch import ABORTED_AT_THE_END, ENVIRONMENT, launcher
+from tests.launch import ABORTED_AT_THE_END, ENVIRONMENT, ROOT, launcher
 
 # With so long a switch interval a thread of gloo gets the GIL only when the main thread gives it up by itself.
 PROGRAM = """
@@ -43,3 +47,27 @@ def test_a_program_with_a_sharded_optimizer_does_not_abort_at_its_end(tmp_path):
 def test_the_program_without_one_does(tmp_path):
     if not runs_that_aborted(sharded=False, most=6, tmp_path=tmp_path):
         pytest.skip("this version of torch ends well by itself")
+
+
+def programs() -> dict[str, str]:
+    """Every program that users may copy: the examples, and the snippets of README and the docs."""
+    found = {path.name: path.read_text() for path in (ROOT / "examples").glob("*.py")}
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        for position, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL)):
+            found[f"{page.name} {position}"] = code
+    return found
+
+
+def leaves_early(program: str) -> bool:
+    """Whether it leaves the process group, and the last call of torch.distributed before that is no barrier."""
+    before, leave, _ = program.partition("dist.destroy_process_group()")
+    calls = re.findall(r"\bdist\.(\w+)\(", before)
+    return bool(leave) and (not calls or calls[-1] != "barrier")
+
+
+def test_every_program_that_we_show_waits_for_all_ranks_before_it_leaves():
+    shown = programs()
+    leaving = {name for name, program in shown.items() if "dist.destroy_process_group()" in program}
+    assert leaving >= {"README.md 0", "zero2.py", "memory.py", "train_gpt.py"}
+    assert not [name for name in leaving if leaves_early(shown[name])]
+    assert leaves_early("dist.barrier()\ndist.all_reduce(x)\ndist.destroy_process_group()")  # it can be seen

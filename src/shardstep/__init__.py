@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from shardstep.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interleaved
 from shardstep.grads.sharded_gradient import ShardedGradient
+from shardstep.model_no_sync import add_no_sync
 from shardstep.optimizer import ZeroRedundancyOptimizer
 from shardstep.sharded_ddp import reduce_scatter_hook, shard_ddp_gradients
 from shardstep.state.memory import MemoryReport
@@ -18,6 +19,7 @@ __all__ = [
     "ShardedGradient",
     "StateShard",
     "ZeroRedundancyOptimizer",
+    "add_no_sync",
     "checkpoint",
     "hook_with_zero_step",
     "hook_with_zero_step_interleaved",

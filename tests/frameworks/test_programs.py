@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from tests.frameworks import programs
-from tests.launch import run_again_if_aborted
 
 pytestmark = pytest.mark.frameworks
 
@@ -22,11 +22,13 @@ def test_a_program_saves_and_loads_what_the_framework_calls_the_optimizer(name, 
     pytest.importorskip(PACKAGES[name], reason="in the environment of make test-frameworks")
     root = Path(__file__).parents[2]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    done = run_again_if_aborted(
+    done = subprocess.run(
         [*command, str(programs.__file__), name, str(tmp_path / "checkpoint")],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"},
         cwd=root,
         timeout=170,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("saved and loaded through") == world_size

@@ -86,6 +86,7 @@ def main() -> None:
         raise
     restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     torch.save({**told, "restarts": restarts}, folder / f"rank{rank}.pt")
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -12,8 +12,26 @@ from tests.optimizers.catalogue import PACKAGES, is_installed, subjects, version
 from tests.optimizers.outcomes import Row, recorded
 
 _INTRODUCTION = """\
-# Optimizers of others
+# With which optimizers
 
+Any `torch.optim.Optimizer` whose update of one parameter does not depend on the others. You need not look it up: when
+the optimizer is built, a probe steps tiny tensors with your class ([how](guide.md#how-parameters-are-cut)). Either it
+can be cut (every rank holds exactly 1/N), or it needs whole parameters (each goes to one rank, so balance is as even
+as your tensors are), or it is refused with the reason. If it is not refused, weights are those of the plain
+optimizer.
+
+| of `torch.optim` | |
+|---|---|
+| cut anywhere | Adadelta, Adagrad, Adam, AdamW, Adamax, ASGD, NAdam, RAdam, RMSprop, Rprop, SGD |
+| kept whole | Adafactor, Muon |
+| refused | LBFGS (couples all parameters), SparseAdam (takes sparse gradients only) |
+
+Of other packages, roughly: variants of Adam (also schedule-free ones) are cut; 8-bit and 4-bit state, LAMB, and
+Shampoo and SOAP of pytorch_optimizer are kept whole; what estimates a learning rate over all parameters
+(D-Adaptation, Prodigy) and heavyball's SOAP are refused. Wrappers (SAM, Lookahead) have nothing to shard: shard what
+they wrap.
+
+## Every class of {count_of_packages} packages
 What shardstep makes of every optimizer class that {count_of_packages} packages export. Made on {date} by
 `make test-optimizers` and `python -m tests.optimizers.table > docs/optimizers.md`, with torch {torch} on CPUs and
 {versions}.

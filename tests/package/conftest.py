@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import sys
 import venv
 from collections.abc import Iterator
@@ -11,8 +12,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-
-from tests.launch import run_again_if_aborted
 
 ROOT = Path(__file__).parents[2]
 TORCH = "torch==2.13.0"  # as everywhere but in make test-torch
@@ -43,7 +42,7 @@ def run(*command: str, cwd: Path, codes: tuple[int, ...] = (0,)) -> str:
     unwanted = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "MYPYPATH")
     variables = {key: value for key, value in os.environ.items() if key not in unwanted}
     variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    done = run_again_if_aborted(command, cwd=cwd, env=variables)
+    done = subprocess.run(command, cwd=cwd, env=variables, capture_output=True, text=True)
     assert done.returncode in codes, f"{' '.join(command)}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

@@ -121,6 +121,7 @@ def sharded_gradients() -> None:
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.SGD, shard_gradients=True, reduce_dtype=torch.float32, lr=1e-2, momentum=0.9
     )
+    shardstep.add_no_sync(model, optimizer)
     with optimizer.no_sync():
         backward(model)
     backward(model)
@@ -172,6 +173,7 @@ def main(directory: Path) -> None:
     inside_backward()
     under_ddp()
     print(f"rank {dist.get_rank()} is done")
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 import torch
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
+from tests.launch import ROOT
 from tests.twins import Twins, assert_same, parameters, values
 from tests.versions import Muon, needs_muon, with_muon_if_there
 
@@ -355,3 +357,13 @@ def _eight_bit(rank, world_size):
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_eight_bit_adamw_whose_state_has_other_shapes_is_exact(world_size):
     run_ranks(_eight_bit, world_size)
+
+
+def test_the_page_about_optimizers_says_of_each_class_of_torch_what_becomes_of_it():
+    page = (ROOT / "docs" / "optimizers.md").read_text()
+    rows = dict(re.findall(r"^\| (cut anywhere|kept whole|refused) \| ([^|]+) \|$", page, re.MULTILINE))
+    said = {verdict: set(re.findall(r"\b[A-Z]\w+", classes)) for verdict, classes in rows.items()}
+    assert said["refused"] == REFUSED
+    assert said["kept whole"] == WHOLE_ONLY
+    assert said["cut anywhere"] >= CLASSES.keys() - REFUSED - WHOLE_ONLY
+    assert not said["cut anywhere"] & (REFUSED | WHOLE_ONLY)

@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.autograd import Variable
 
 from shardstep.grads.gradient_hooks import GradientHooks
-from shardstep.grads.iteration import IterationState, Round
+from shardstep.grads.iteration import IterationState
 from shardstep.grads.nested_backward import BackwardTracker
 from shardstep.grads.scheduler import BackwardScheduler
 from shardstep.grads.sharded_gradient import ShardedGradient
-from shardstep.params.model_search import check_not_in_ddp
+from shardstep.params.ddp_wraps import describe, refuse_wraps_of
 
 
 class HookedScheduler(BackwardScheduler):
@@ -35,8 +35,8 @@ class HookedScheduler(BackwardScheduler):
         super().__init__(*parts)
         self._in_parts: set[int] = set()  # see the note
         self._backwards = BackwardTracker()
-        self._checked = False  # that nobody else reduces these gradients
         self._hooks = GradientHooks(self, HookedScheduler._collect)
+        refuse_wraps_of(self._sharded)
 
     def extend(self) -> None:
         self._hooks.extend(self._sharded.params)
@@ -49,6 +49,8 @@ class HookedScheduler(BackwardScheduler):
             self._keep(index, stand_in.take_incoming())
         elif gradient is None:  # an earlier hook of the user's took it
             return
+        elif type(gradient) is ShardedGradient:
+            raise self._belongs_to_another(index, gradient)
         elif self.syncs or self._settings.reduce_dtype is not None:
             if gradient.device != self._shards.devices[index]:
                 self.follow()
@@ -57,6 +59,14 @@ class HookedScheduler(BackwardScheduler):
             return  # stays where autograd put it, as in DDP
         if self.syncs:
             self._count(index)
+
+    def _belongs_to_another(self, index: int, gradient: ShardedGradient) -> RuntimeError:
+        return RuntimeError(
+            f"shard_gradients=True expects one optimizer that reduces a gradient, but that of "
+            f"{self._sharded.layout.spec_of[index].label} was taken by another one that is still alive: "
+            f"{gradient.whose}, built before this one ({describe(self._sharded)}). Delete the older optimizer and "
+            "whatever holds it (a scheduler, a list), then call zero_grad on this one and go on."
+        )
 
     def _count(self, index: int) -> None:
         """A gradient has come: send its bucket if it was the last."""
@@ -87,12 +97,6 @@ class HookedScheduler(BackwardScheduler):
 
     def _forget_backward(self) -> None:
         self._backwards.reset()
-
-    def _begin(self) -> Round:
-        if not self._checked:  # the model may have been wrapped after the optimizer was built
-            check_not_in_ddp(self._sharded.params.values())
-            self._checked = True
-        return super()._begin()
 
     def _awaited(self) -> list[int]:
         awaited = super()._awaited()

@@ -14,7 +14,7 @@ from shardstep.grads.parameter_gradients import ParameterGradients
 from shardstep.grads.reduced_gradients import ReducedGradients
 from shardstep.grads.settings import ReduceSettings
 from shardstep.grads.source import GradientSource
-from shardstep.params.model_search import check_not_in_ddp
+from shardstep.params.ddp_wraps import check_not_in_ddp
 from shardstep.params.sharded_parameters import ShardedParameters
 
 

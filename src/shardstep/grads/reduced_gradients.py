@@ -28,7 +28,7 @@ from shardstep.grads.scheduler import BackwardScheduler
 from shardstep.grads.settings import ReduceSettings
 from shardstep.grads.shards import GradientShards
 from shardstep.grads.source import GradientSource
-from shardstep.params.model_search import check_not_in_ddp
+from shardstep.params.ddp_wraps import check_not_in_ddp
 from shardstep.params.relocation import Relocation
 from shardstep.params.sharded_parameters import ShardedParameters
 
@@ -175,6 +175,14 @@ class ReducedGradients(GradientSource):
         """Collective. Bring in what is under way."""
         self._scheduler.settle()
 
+    def check_all_present(self, what: str) -> None:
+        """RuntimeError if ranks may be without inputs: nobody would tell them."""
+        if self._attendance.may_be_incomplete:
+            raise RuntimeError(
+                f"{what} is not available in a Join context: a rank that has joined is not asked. Use "
+                "optimizer.clip_grad_norm_ to clip."
+            )
+
     def changed(self) -> None:
         """A reduced gradient was changed in place, or something is to be added to it."""
         self._changes += 1
@@ -189,11 +197,7 @@ class ReducedGradients(GradientSource):
 
     def norm_of(self, index: int, order: float, dtype: torch.dtype) -> Tensor:
         """Collective. The norm of a parameter's whole gradient, 0-dim."""
-        if self._attendance.may_be_incomplete:
-            raise RuntimeError(
-                "the norm of a sharded gradient is not available in a Join context: a rank that has joined is not "
-                "asked. Use optimizer.clip_grad_norm_ to clip."
-            )
+        self.check_all_present("the norm of a sharded gradient")
         wide = torch.float64 if dtype.to_real() == torch.float64 else self._wide
         self.settle()
         if self._norms.known(self._state, index, order, wide) is None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from shardstep.grads.clipping import checked_order
 from shardstep.grads.ddp_caller import is_called_by_ddp
+from shardstep.grads.instead import INSTEAD, WHOLE
 
 aten = torch.ops.aten
 
@@ -26,6 +27,9 @@ class Owner(Protocol):
 
     def settle(self) -> None:
         """Collective. Bring in what is under way."""
+
+    def check_all_present(self, what: str) -> None:
+        """RuntimeError if ranks may be without inputs: nobody would tell them."""
 
     def changed(self) -> None:
         """A reduced gradient was changed in place, or something is to be added to it."""
@@ -55,20 +59,22 @@ class ShardedGradient(Tensor):
     """The gradient of one parameter, spread over the ranks. Has no memory of its own.
 
     With ``shard_gradients=True`` this is what ``param.grad`` is after backward. It has the parameter's shape, dtype and
-    device. It can be set to None, set to zero, multiplied or divided by a number, and asked for its norm; GradScaler
-    and ``torch.nn.utils.clip_grad_norm_`` need no more. Everything but setting it to None is collective: do it on every
-    rank. What would need the whole gradient raises; ``ZeroRedundancyOptimizer.full_grad`` gives the whole.
+    device. It can be set to None, set to zero, multiplied or divided by a number, clamped, and asked for its norm;
+    GradScaler, ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` need no more. ``detach()`` and ``data`` are
+    itself. Everything but setting it to None is collective: do it on every rank. What would need the whole gradient
+    raises and names the call that does; ``ZeroRedundancyOptimizer.full_grad`` gives the whole.
     """
 
     _owner: Owner
     _index: int
     _label: str
+    whose: str  # which optimizer's
     incoming: Tensor | None  # what autograd wanted to add, for the owner to take
     copied: Copied  # what of that DDP has taken into its bucket
 
     @staticmethod
     def __new__(
-        cls, param: Tensor, owner: Owner, index: int, label: str, device: torch.device | None = None
+        cls, param: Tensor, owner: Owner, index: int, label: str, whose: str, device: torch.device | None = None
     ) -> ShardedGradient:
         gradient = torch.Tensor._make_wrapper_subclass(
             cls,
@@ -78,13 +84,13 @@ class ShardedGradient(Tensor):
             device=device or param.device,
             requires_grad=False,
         )
-        gradient._owner, gradient._index, gradient._label = owner, index, label
+        gradient._owner, gradient._index, gradient._label, gradient.whose = owner, index, label, whose
         gradient.incoming, gradient.copied = None, Copied.NOT
         return gradient
 
     def on_device(self, device: torch.device) -> ShardedGradient:
         """The same gradient, of a parameter that was moved."""
-        moved = ShardedGradient(self, self._owner, self._index, self._label, device)
+        moved = ShardedGradient(self, self._owner, self._index, self._label, self.whose, device)
         moved.incoming = None if self.incoming is None else self.incoming.to(device)
         moved.copied = self.copied
         return moved
@@ -102,6 +108,19 @@ class ShardedGradient(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"ShardedGradient(of {self._label}, shape {tuple(self.shape)}; see optimizer.full_grad)"
 
+    def detach(self) -> ShardedGradient:
+        return self  # it has no graph. (Another object on ``param.grad`` would be no sharded gradient of it.)
+
+    @property
+    def data(self) -> ShardedGradient:  # type: ignore[override]
+        return self
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        if not isinstance(value, ShardedGradient):
+            raise RuntimeError(_refusal("setting .data", self))
+        Tensor.data.__set__(self, value)  # as model.cpu() does, with itself  # pyrefly: ignore
+
     def numpy(self, *args: object, **kwargs: object) -> NoReturn:
         raise RuntimeError(_refusal("numpy", self))
 
@@ -115,19 +134,34 @@ class ShardedGradient(Tensor):
         raise RuntimeError(_refusal("pickle or copy", self))
 
     @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        if name in INSTEAD:  # told by the name that the user wrote: some functions become others further down
+            raise RuntimeError(_refusal(name, _first(args)))
+        with torch._C.DisableTorchFunctionSubclass():  # answers are plain tensors
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore
         handler = _HANDLERS.get(func)
         if handler is None:
             raise RuntimeError(_refusal(str(func), _first(args)))
-        return handler(func, *args, **(kwargs or {}))
+        try:
+            return handler(func, *args, **(kwargs or {}))
+        except ReferenceError:
+            gradient = _first(args)
+            assert gradient is not None, "nothing else has an owner"
+            raise RuntimeError(
+                f"{func} expects an optimizer that keeps the gradient of {gradient._label}, but {gradient.whose} is "
+                "gone. Set param.grad to None (model.zero_grad()) when you give up an optimizer."
+            ) from None
 
 
 def _refusal(what: str, gradient: ShardedGradient | None) -> str:
-    label = gradient._label if gradient is not None else "a parameter"
+    label, whose = (gradient._label, gradient.whose) if gradient is not None else ("a parameter", "its optimizer")
     return (
-        f"{what} expects a whole gradient, but that of {label} is sharded over the ranks. Use "
-        "optimizer.full_grad(param) to look at it, or optimizer.clip_grad_norm_ to clip. (If DistributedDataParallel "
-        "asks: drop the wrapper, or use shardstep.shard_ddp_gradients instead of shard_gradients.)"
+        f"{what} expects a whole gradient, but that of {label} is sharded over the ranks by {whose}. Use "
+        f"{INSTEAD.get(what, WHOLE)}"
     )
 
 
@@ -180,6 +214,7 @@ def _apply(func: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> S
     """Scale or zero: each rank its piece."""
     if any(isinstance(arg, Tensor) and arg.dim() > 0 for arg in args):
         raise RuntimeError(_refusal(str(func), gradient))
+    gradient._owner.check_all_present("changing a sharded gradient in place")
     gradient._owner.settle()
     if gradient.incoming is not None:  # after DDP's no_sync: not reduced yet
         gradient.incoming = gradient.incoming.clone()  # autograd may have given it to others, too
@@ -191,10 +226,27 @@ def _apply(func: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> S
     return gradient
 
 
+def _clamp(func: Any, gradient: ShardedGradient, *args: Any, **kwargs: Any) -> ShardedGradient:
+    """Change each element by itself, not linearly: only what is reduced can be."""
+    if gradient.incoming is not None:
+        raise RuntimeError(
+            f"{func} expects a reduced gradient, but to that of {gradient._label} something was added in no_sync. Call "
+            "it after a backward outside of no_sync."
+        )
+    return _apply(func, gradient, *args, **kwargs)
+
+
+def _replace_nans(func: Any, gradient: Any, *args: Any, out: Any, **kwargs: Any) -> Any:
+    """``torch.nan_to_num(param.grad, out=param.grad)``, as some programs write it."""
+    if out is not gradient:
+        raise RuntimeError(_refusal(str(func), _first((gradient, out))))
+    return _clamp(aten.nan_to_num_.default, gradient, *args, **kwargs)
+
+
 def _apply_each(one: Any) -> Callable[..., None]:
     def handler(func: Any, gradients: list[Tensor], *args: Any) -> None:
         for gradient in gradients:  # among them perhaps plain ones, of parameters of another optimizer
-            _apply(one, gradient, *args) if isinstance(gradient, ShardedGradient) else one(gradient, *args)
+            _HANDLERS[one](one, gradient, *args) if isinstance(gradient, ShardedGradient) else one(gradient, *args)
 
     return handler
 
@@ -229,6 +281,13 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.zero_.default: _apply,
     aten.mul_.Tensor: _apply,
     aten.div_.Tensor: _apply,
+    aten.clamp_.default: _clamp,
+    aten.clamp_min_.default: _clamp,
+    aten.clamp_max_.default: _clamp,
+    aten.nan_to_num_.default: _clamp,
+    aten.nan_to_num.out: _replace_nans,
+    aten._foreach_clamp_min_.Scalar: _apply_each(aten.clamp_min_.default),
+    aten._foreach_clamp_max_.Scalar: _apply_each(aten.clamp_max_.default),
     aten._foreach_zero_.default: _apply_each(aten.zero_.default),
     aten._foreach_mul_.Scalar: _apply_each(aten.mul_.Tensor),
     aten._foreach_mul_.Tensor: _apply_each(aten.mul_.Tensor),

@@ -1,0 +1,162 @@
+"""docs/migration.md: every program of before and of after trains to the weights of plain DDP with AdamW.
+
+And from what the program of before has saved, the one of after goes on as if nothing had happened. The snippets run as
+they stand on the page, each after its first one. Programs of packages that are not installed here are skipped:
+``make test-migration`` has them all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.harness import run_ranks
+from tests.launch import ENVIRONMENT, ROOT
+from tests.surroundings import as_under_torchrun
+
+PAGE = (ROOT / "docs" / "migration.md").read_text()
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
+GROUP = re.compile(r"^dist\.(init|destroy)_process_group\(.*\n", re.MULTILINE)
+SETUP = BLOCK.search(PAGE)[2]  # type: ignore[index]
+LABELS = ("**Before.**", "**After.**", "**Go on from a checkpoint of before.**")
+RIVALS = ("fairscale", "deepspeed")
+
+
+class Section(NamedTuple):
+    title: str
+    before: str
+    after: str
+    convert: str  # a command in between; empty: none
+    resume: str
+
+    def __str__(self) -> str:
+        return self.title
+
+    @property
+    def needs(self) -> list[str]:
+        """Packages of the program of before."""
+        return [name for name in RIVALS if re.search(rf"^(import|from) {name}\b", self.before, re.MULTILINE)]
+
+
+def read_sections() -> list[Section]:
+    found = []
+    for text in re.split(r"^## ", PAGE, flags=re.MULTILINE)[1:]:
+        places = [text.index(label) for label in LABELS]
+        assert places == sorted(places)
+        blocks: list[list[tuple[str, str]]] = [
+            [(one[1], one[2]) for one in BLOCK.finditer(text[start:end])]
+            for start, end in zip(places, [*places[1:], None], strict=True)
+        ]
+        ((_, before),), ((_, after),), (*command, (kind, resume)) = blocks
+        assert kind == "python"
+        assert all(kind == "console" for kind, _ in command)
+        found.append(Section(text.splitlines()[0], before, after, "".join(code for _, code in command), resume))
+    return found
+
+
+SECTIONS = read_sections()
+
+
+def clipping_of(program: str) -> float | None:
+    """To which norm it clips."""
+    found = re.search(r"clip_grad_norm_\(([\d.]+)\)", program)
+    return float(found[1]) if found else None
+
+
+def run(program: str, section: Section) -> dict[str, Any]:
+    namespace: dict[str, Any] = {"__name__": "__main__"}
+    for name, code in (("set-up", SETUP), (section.title, program)):
+        exec(compile(GROUP.sub("", code), name, "exec"), namespace)
+    return namespace
+
+
+def oracle(section: Section, rounds: int) -> list[Tensor]:
+    """Plain DDP and AdamW, ``rounds`` times over the page's batches."""
+    page = run("", section)
+    ddp = DistributedDataParallel(page["new_model"]())
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    limit = clipping_of(section.after)
+    for batch in page["batches"] * rounds:
+        optimizer.zero_grad()
+        ddp(batch).square().mean().backward()
+        if limit is not None:
+            assert float(torch.nn.utils.clip_grad_norm_(ddp.parameters(), limit)) > limit, "the case that this is about"
+        optimizer.step()
+    return [param.detach() for param in ddp.parameters()]
+
+
+def assert_weights(model: Any, expected: list[Tensor], what: str) -> None:
+    for param, other in zip(model.parameters(), expected, strict=True):
+        mine = param.detach()
+        mine = mine.full_tensor() if hasattr(mine, "full_tensor") else mine
+        # Sums of gradients in other orders. In float32 (DeepSpeed knows no other) AdamW's division makes more of the
+        # last bits where a gradient is small; a step is 1e-3, so a lost or doubled one would show.
+        tolerance = {"rtol": 1e-9, "atol": 1e-12} if mine.dtype == torch.float64 else {"rtol": 0, "atol": 2e-5}
+        torch.testing.assert_close(mine, other, **tolerance, msg=lambda text: f"{what}: {text}")
+
+
+def prepare(rank: int, world: int, section: Section, folder: Path) -> None:
+    os.chdir(folder)
+    if "deepspeed" in section.needs:
+        as_under_torchrun(rank, world)
+        os.environ["DS_ACCELERATOR"] = "cpu"
+    else:
+        torch.set_default_dtype(torch.float64)
+
+
+def run_after(rank: int, world: int, section: Section, folder: Path) -> None:
+    prepare(rank, world, section, folder)
+    assert_weights(run(section.after, section)["model"], oracle(section, rounds=1), "after")
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=str)
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_program_of_after_trains_as_plain_ddp(section, world, tmp_path):
+    run_ranks(run_after, world, section, tmp_path, fresh=True)
+
+
+def run_before(rank: int, world: int, section: Section, folder: Path) -> None:
+    prepare(rank, world, section, folder)
+    assert_weights(run(section.before, section)["model"], oracle(section, rounds=1), "before")
+
+
+def run_resume(rank: int, world: int, section: Section, folder: Path) -> None:
+    prepare(rank, world, section, folder)
+    assert_weights(run(section.resume, section)["model"], oracle(section, rounds=2), "resumed")
+
+
+@pytest.mark.parametrize("section", SECTIONS, ids=str)
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.timeout(300)  # DeepSpeed compiles something the first time
+def test_the_program_of_before_trains_alike_and_from_its_checkpoint_the_other_goes_on(section, world, tmp_path):
+    """The same number of ranks: only then are the batches of one rank those of the other program's."""
+    for package in section.needs:
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is in the environment of make test-migration")
+    run_ranks(run_before, world, section, tmp_path, fresh=True, timeout=280)
+    if section.convert:
+        program, *arguments = shlex.split(section.convert)
+        assert program == "python"
+        environment = {**ENVIRONMENT, "DS_ACCELERATOR": "cpu"}
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+    run_ranks(run_resume, world, section, tmp_path, fresh=True)
+
+
+def test_no_snippet_of_the_page_hides_from_this_file():
+    assert len(SECTIONS) == 4
+    assert PAGE.count("```python\n") == 1 + 3 * len(SECTIONS)
+    assert [section.needs for section in SECTIONS] == [[], ["fairscale"], ["deepspeed"], []]
