@@ -25,7 +25,7 @@ from shardstep.params.model_search import ddp_modules_of, params_of_ddp
 from shardstep.state.wrappers import unwrapped
 
 
-def shard_ddp_gradients(ddp: DistributedDataParallel, *optimizers: ZeroRedundancyOptimizer) -> None:
+def shard_ddp_gradients(ddp: torch.nn.Module, *optimizers: ZeroRedundancyOptimizer) -> None:
     """Have the gradients of a DDP module reduced to their owners instead of to everybody (ZeRO-2 under DDP).
 
     Collective: call on every rank, after the optimizers are built and before the first backward. DDP keeps its wrapper,
@@ -33,7 +33,8 @@ def shard_ddp_gradients(ddp: DistributedDataParallel, *optimizers: ZeroRedundanc
     backward ``param.grad`` is a ``ShardedGradient``. With the gather of a step, as much is sent as by DDP alone.
 
     Args:
-        ddp: the wrapped model. It must not have a communication hook yet.
+        ddp: the wrapped model, or what a framework hands out for it: the module inside, or one around it. It must not
+            have a communication hook yet.
         *optimizers: one or several over disjoint parameters of it. What none of them has is all-reduced as usual.
 
     Examples:
@@ -44,14 +45,11 @@ def shard_ddp_gradients(ddp: DistributedDataParallel, *optimizers: ZeroRedundanc
         ```
     """
     call = "shard_ddp_gradients"
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(
-            f"{call} expects a DistributedDataParallel module but got a {type(ddp).__name__}. Wrap the model first."
-        )
-    found = _optimizers_of(call, optimizers, ddp.parameters)
-    _check(call, found, ddp)
-    ddp.register_comm_hook(tuple(found), reduce_scatter_hook)
-    _connect(found, ddp)
+    wrapper = _ddp_of(call, ddp)
+    found = _optimizers_of(call, optimizers, wrapper.parameters)
+    _check(call, found, wrapper)
+    wrapper.register_comm_hook(tuple(found), reduce_scatter_hook)
+    _connect(found, wrapper)
 
 
 def reduce_scatter_hook(
@@ -79,6 +77,22 @@ def connect_stepping_hook(call: str, ddp: DistributedDataParallel, zero: ZeroRed
     """Collective. Feed an optimizer that steps inside backward. No part of the API: for ``ddp_hooks.py``."""
     _check(call, [zero], ddp, steps=True)
     return _connect([zero], ddp)
+
+
+def _ddp_of(call: str, model: Any) -> DistributedDataParallel:
+    """The only DistributedDataParallel module in, or around, what was given."""
+    if isinstance(model, DistributedDataParallel):
+        return model
+    found: list[DistributedDataParallel] = []
+    if isinstance(model, torch.nn.Module):
+        found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        found = found or ddp_modules_of(model.parameters())
+    if len(found) != 1:
+        raise TypeError(
+            f"{call} expects a DistributedDataParallel module but got a {type(model).__name__}, with {len(found)} of "
+            "them in or around it. Wrap the model first."
+        )
+    return found[0]
 
 
 def _optimizers_of(
