@@ -212,6 +212,24 @@ def no_module(rank: int, world: int) -> None:
     error = error_of(lambda: shard_ddp_gradients(module, zero(module.parameters())), "a plain module")
     assert isinstance(error, TypeError)
     assert "expects a DistributedDataParallel module but got a Tangled" in str(error)
+    parts = torch.nn.ModuleList([wrapped(), wrapped()])
+    error = error_of(lambda: shard_ddp_gradients(parts, zero(parts[0].parameters())), "two of them")
+    assert "but got a ModuleList, with 2 of them in or around it" in str(error)
+
+
+def found_by_frameworks_modules(rank: int, world: int) -> None:
+    """The module inside, which the Trainer of transformers hands out, and one around it, which Fabric does."""
+    for outer in (False, True):
+        ddp = wrapped()
+        given = torch.nn.Sequential(ddp) if outer else ddp.module
+        optimizer = zero(ddp.parameters())
+        shard_ddp_gradients(given, optimizer)
+        error = error_of(lambda: shard_ddp_gradients(ddp, optimizer), "called twice")  # noqa: B023
+        assert "sharded already" in str(error)
+
+
+def test_the_ddp_module_is_found_from_the_module_inside_and_from_one_around_it():
+    run_ranks(found_by_frameworks_modules, 2)
 
 
 def called_twice(rank: int, world: int) -> None:
