@@ -30,7 +30,8 @@ def shard_ddp_gradients(ddp: torch.nn.Module, *optimizers: ZeroRedundancyOptimiz
 
     Collective: call on every rank, after the optimizers are built and before the first backward. DDP keeps its wrapper,
     ``no_sync``, buffers, ``find_unused_parameters``, ``static_graph`` and Join (list the optimizers after it). After
-    backward ``param.grad`` is a ``ShardedGradient``. With the gather of a step, as much is sent as by DDP alone.
+    backward ``param.grad`` is a ``ShardedGradient``. With the gather of a step, as much is sent as by DDP alone. The
+    same call once more changes nothing.
 
     Args:
         ddp: the wrapped model, or what a framework hands out for it: the module inside, or one around it. It must not
@@ -47,6 +48,8 @@ def shard_ddp_gradients(ddp: torch.nn.Module, *optimizers: ZeroRedundancyOptimiz
     call = "shard_ddp_gradients"
     wrapper = _ddp_of(call, ddp)
     found = _optimizers_of(call, optimizers, wrapper.parameters)
+    if _is_connected(found, wrapper):
+        return
     _check(call, found, wrapper)
     wrapper.register_comm_hook(tuple(found), reduce_scatter_hook)
     _connect(found, wrapper)
@@ -87,6 +90,9 @@ def _ddp_of(call: str, model: Any) -> DistributedDataParallel:
     if isinstance(model, torch.nn.Module):
         found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
         found = found or ddp_modules_of(model.parameters())
+        if len(found) > 1:
+            gc.collect()  # an earlier wrapper that nobody has any more
+            found = [module for module in ddp_modules_of(model.parameters()) if module in found]
     if len(found) != 1:
         raise TypeError(
             f"{call} expects a DistributedDataParallel module but got a {type(model).__name__}, with {len(found)} of "
@@ -131,6 +137,13 @@ def _feed_of(optimizers: Sequence[ZeroRedundancyOptimizer]) -> DdpFeed | None:
     feeds = {source.feed if isinstance(source, DdpReducedGradients) else None for source in sources}
     feed = feeds.pop()
     return feed if not feeds and isinstance(feed, DdpFeed) and not feed.is_orphaned else None
+
+
+def _is_connected(optimizers: Sequence[ZeroRedundancyOptimizer], ddp: DistributedDataParallel) -> bool:
+    """Whether this was asked for before: a framework may begin to train several times."""
+    feed = _feed_of(optimizers)
+    sources = [one.engine.source for one in optimizers if isinstance(one.engine.source, DdpReducedGradients)]
+    return feed is not None and feed.connects(ddp, sources)
 
 
 def _connect(optimizers: Sequence[ZeroRedundancyOptimizer], ddp: DistributedDataParallel | None) -> DdpFeed:

@@ -158,4 +158,5 @@ if __name__ == "__main__":
         dist.init_process_group("gloo")
     {"lightning": lightning, "fabric": fabric, "trainer": trainer}[name](Path(target))
     if dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()

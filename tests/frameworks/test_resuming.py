@@ -11,17 +11,14 @@ the way moves the weights by 9e-3, which the control shows.
 
 from __future__ import annotations
 
-import os
-import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from tests.frameworks import worker
+from tests.frameworks.launch import start
 from tests.frameworks.work import HOOK, PLAIN, ZERO1, ZERO2
-from tests.launch import ROOT, launcher
 
 pytestmark = [pytest.mark.frameworks, pytest.mark.long, pytest.mark.timeout(400)]
 
@@ -35,18 +32,6 @@ PACKAGES = {
     "dcp": "torch",
 }
 RANKS = (2, 3)
-
-
-def start(framework: str, phase: str, ranks: int, folder: Path) -> None:
-    done = subprocess.run(
-        [*launcher(ranks), str(worker.__file__), framework, phase, str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
-    assert done.returncode == 0, f"{framework}, {phase} at {ranks}\n{done.stdout}{done.stderr}"
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
@@ -73,7 +58,7 @@ def test_a_program_goes_on_at_any_number_of_ranks_from_what_the_framework_saved(
     pytest.importorskip(PACKAGES[framework], reason="in the environment of make test-frameworks")
     for phase in ("train", "resume"):
         for ranks in RANKS:
-            start(framework, phase, ranks, tmp_path)
+            start(ranks, str(worker.__file__), framework, phase, str(tmp_path))
     plain = {ranks: torch.load(tmp_path / f"trained-{ranks}-{PLAIN}.pt") for ranks in RANKS}
     modes = [mode for mode in (ZERO1, HOOK, ZERO2) if (tmp_path / f"trained-2-{mode}.pt").exists()]
     assert modes == ([ZERO1, HOOK] if framework == "transformers" else [ZERO1, HOOK, ZERO2])
