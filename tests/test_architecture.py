@@ -42,6 +42,7 @@ ARROWS = {
     "checkpoint.storage": {"comm"},
     "checkpoint": {"layout", "comm", "params", "state", "checkpoint.storage"},
     "__init__": {"grads", "state", "optimizer", "model_no_sync", "sharded_ddp", "ddp_hooks", "checkpoint"},
+    "integrations": {"__init__"},
     "tools": {"__init__", "comm", "params", "state", "checkpoint", "checkpoint.storage"},
 }
 # Who speaks with torch.distributed.checkpoint, reads and writes its files, and its metadata (a pickle).
@@ -255,10 +256,16 @@ def test_pickle_is_used_to_write_and_through_the_safe_reader_only(module):
     assert used <= (allowed if module.endswith("safe_metadata") else allowed - {"pickle.Unpickler"})
 
 
+def test_nothing_imports_what_is_for_frameworks():
+    assert not [name for name, path in MODULES.items() if any("integrations." in m for m in modules_imported_by(path))]
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_the_only_dependency_is_torch(path):
     outside = {name.split(".")[0] for name in imports_of(path)} - {"shardstep", "torch"}
     optional = {"rich"} if name_of(path) == "tools.output" else set()  # nicer with it, works without
+    if name_of(path).startswith("integrations."):
+        optional = {"lightning"} if name_of(path) == "integrations.fabric" else {path.stem}  # who imports it has it
     assert outside - optional <= sys.stdlib_module_names
 
 

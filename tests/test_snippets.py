@@ -26,6 +26,7 @@ PAGES = sorted(
     for path in (ROOT / folder).glob("*.md")
     if "```python" in path.read_text() and path.name != "migration.md"  # whose snippets go together: test_migration.py
 )
+ELSEWHERE = ("docs/frameworks.md",)  # which takes the frameworks: tests/frameworks/test_page.py
 BLOCK = re.compile(r"^( *)```python\n(.*?)^ *```\n(?:\n```text\n(.*?)^```\n)?", re.DOTALL | re.MULTILINE)
 GROUP = re.compile(r"^dist\.(init|destroy)_process_group\(.*\n", re.MULTILINE)
 
@@ -50,7 +51,7 @@ def snippets_of(page: str) -> list[Snippet]:
     return found
 
 
-SNIPPETS = {page: snippets_of(page) for page in PAGES}
+SNIPPETS = {page: snippets_of(page) for page in PAGES if page not in ELSEWHERE}
 PAIRS = [(snippets[0], snippet) for snippets in SNIPPETS.values() for snippet in snippets]
 
 

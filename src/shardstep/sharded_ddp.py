@@ -25,15 +25,17 @@ from shardstep.params.model_search import ddp_modules_of, params_of_ddp
 from shardstep.state.wrappers import unwrapped
 
 
-def shard_ddp_gradients(ddp: DistributedDataParallel, *optimizers: ZeroRedundancyOptimizer) -> None:
+def shard_ddp_gradients(ddp: torch.nn.Module, *optimizers: ZeroRedundancyOptimizer) -> None:
     """Have the gradients of a DDP module reduced to their owners instead of to everybody (ZeRO-2 under DDP).
 
     Collective: call on every rank, after the optimizers are built and before the first backward. DDP keeps its wrapper,
     ``no_sync``, buffers, ``find_unused_parameters``, ``static_graph`` and Join (list the optimizers after it). After
-    backward ``param.grad`` is a ``ShardedGradient``. With the gather of a step, as much is sent as by DDP alone.
+    backward ``param.grad`` is a ``ShardedGradient``. With the gather of a step, as much is sent as by DDP alone. The
+    same call once more changes nothing.
 
     Args:
-        ddp: the wrapped model. It must not have a communication hook yet.
+        ddp: the wrapped model, or what a framework hands out for it: the module inside, or one around it. It must not
+            have a communication hook yet.
         *optimizers: one or several over disjoint parameters of it. What none of them has is all-reduced as usual.
 
     Examples:
@@ -44,14 +46,13 @@ def shard_ddp_gradients(ddp: DistributedDataParallel, *optimizers: ZeroRedundanc
         ```
     """
     call = "shard_ddp_gradients"
-    if not isinstance(ddp, DistributedDataParallel):
-        raise TypeError(
-            f"{call} expects a DistributedDataParallel module but got a {type(ddp).__name__}. Wrap the model first."
-        )
-    found = _optimizers_of(call, optimizers, ddp.parameters)
-    _check(call, found, ddp)
-    ddp.register_comm_hook(tuple(found), reduce_scatter_hook)
-    _connect(found, ddp)
+    wrapper = _ddp_of(call, ddp)
+    found = _optimizers_of(call, optimizers, wrapper.parameters)
+    if _is_connected(found, wrapper):
+        return
+    _check(call, found, wrapper)
+    wrapper.register_comm_hook(tuple(found), reduce_scatter_hook)
+    _connect(found, wrapper)
 
 
 def reduce_scatter_hook(
@@ -79,6 +80,25 @@ def connect_stepping_hook(call: str, ddp: DistributedDataParallel, zero: ZeroRed
     """Collective. Feed an optimizer that steps inside backward. No part of the API: for ``ddp_hooks.py``."""
     _check(call, [zero], ddp, steps=True)
     return _connect([zero], ddp)
+
+
+def _ddp_of(call: str, model: Any) -> DistributedDataParallel:
+    """The only DistributedDataParallel module in, or around, what was given."""
+    if isinstance(model, DistributedDataParallel):
+        return model
+    found: list[DistributedDataParallel] = []
+    if isinstance(model, torch.nn.Module):
+        found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+        found = found or ddp_modules_of(model.parameters())
+        if len(found) > 1:
+            gc.collect()  # an earlier wrapper that nobody has any more
+            found = [module for module in ddp_modules_of(model.parameters()) if module in found]
+    if len(found) != 1:
+        raise TypeError(
+            f"{call} expects a DistributedDataParallel module but got a {type(model).__name__}, with {len(found)} of "
+            "them in or around it. Wrap the model first."
+        )
+    return found[0]
 
 
 def _optimizers_of(
@@ -117,6 +137,13 @@ def _feed_of(optimizers: Sequence[ZeroRedundancyOptimizer]) -> DdpFeed | None:
     feeds = {source.feed if isinstance(source, DdpReducedGradients) else None for source in sources}
     feed = feeds.pop()
     return feed if not feeds and isinstance(feed, DdpFeed) and not feed.is_orphaned else None
+
+
+def _is_connected(optimizers: Sequence[ZeroRedundancyOptimizer], ddp: DistributedDataParallel) -> bool:
+    """Whether this was asked for before: a framework may begin to train several times."""
+    feed = _feed_of(optimizers)
+    sources = [one.engine.source for one in optimizers if isinstance(one.engine.source, DdpReducedGradients)]
+    return feed is not None and feed.connects(ddp, sources)
 
 
 def _connect(optimizers: Sequence[ZeroRedundancyOptimizer], ddp: DistributedDataParallel | None) -> DdpFeed:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from tests.frameworks import programs
+from tests.frameworks.launch import start
 
 pytestmark = pytest.mark.frameworks
 
@@ -20,15 +16,5 @@ PACKAGES = {"lightning": "lightning", "fabric": "lightning", "trainer": "transfo
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_program_saves_and_loads_what_the_framework_calls_the_optimizer(name, world_size, tmp_path):
     pytest.importorskip(PACKAGES[name], reason="in the environment of make test-frameworks")
-    root = Path(__file__).parents[2]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    done = subprocess.run(
-        [*command, str(programs.__file__), name, str(tmp_path / "checkpoint")],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "HF_HUB_OFFLINE": "1"},
-        cwd=root,
-        timeout=170,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("saved and loaded through") == world_size
+    printed = start(world_size, str(programs.__file__), name, str(tmp_path / "checkpoint"))
+    assert printed.count("saved and loaded through") == world_size

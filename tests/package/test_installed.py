@@ -34,7 +34,10 @@ IMPORT_ALL = """
 import importlib, pkgutil, shardstep
 
 for found in pkgutil.walk_packages(shardstep.__path__, "shardstep."):
-    importlib.import_module(found.name)
+    try:
+        importlib.import_module(found.name)
+    except ModuleNotFoundError as error:  # what is for a framework needs that one
+        assert found.name.startswith("shardstep.integrations.") and error.name in ("lightning", "transformers"), error
     print(found.name)
 """
 

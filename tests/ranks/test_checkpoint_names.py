@@ -480,6 +480,63 @@ def test_names_come_from_the_model_or_the_optimizer_and_are_never_confused_with_
     run_ranks(without_model, 2, tmp_path, **LIMITS)
 
 
+# --- names with the prefixes of wrappers ----------------------------------------------------------------------------
+
+PREFIXES = ("module.", "_orig_mod.", "_forward_module.module.", "module._orig_mod.", "_orig_mod.module.")
+
+
+class Around(nn.Module):
+    """A module of the user that calls the model ``module``, as DDP does, but is none: the name is part of the names."""
+
+    def __init__(self, module: Named) -> None:
+        super().__init__()
+        self.module = module
+
+
+def saved_from_wrapped_models(rank: int, world: int, root: Path) -> None:
+    """As older versions saved what Fabric wraps, and as users save ``ddp.state_dict()``: the plain model loads it."""
+    model = Named(SHAPES)
+    optimizer = sharded(model)
+    train(model, optimizer, range(SAVED_AT))
+    expected, weights = states_of(model, optimizer), dict(model.state_dict())
+    form = optimizer.sharded_state_dict(model)
+    for position, prefix in enumerate(PREFIXES):
+        state = {prefix + name: entry for name, entry in form["state"].items()}
+        groups = [{**group, "params": [prefix + name for name in group["params"]]} for group in form["param_groups"]]
+        whole = {prefix + name: value for name, value in weights.items()}
+        saved = {"model": whole, "optim": {"state": state, "param_groups": groups}}
+        dcp.save(saved, checkpoint_id=root / str(position))
+    checkpoint.save(root / "ours", optimizer, Around(model))  # with our list of checksums, names and shapes
+    for name in [*map(str, range(len(PREFIXES))), "ours"]:
+        fresh = Named(SHAPES, seed=500)
+        loaded = sharded(fresh)
+        checkpoint.load(root / name, loaded, fresh)
+        assert_same(states_of(fresh, loaded), expected, name)
+        assert_same(dict(fresh.state_dict()), weights, name)
+        alone = Named(SHAPES, seed=500)
+        checkpoint.load_model(root / name, alone)
+        assert_same(dict(alone.state_dict()), weights, name)
+    own = Around(Named(SHAPES, seed=500))  # where the name is the user's own it stays
+    loaded = ZeroRedundancyOptimizer(made(GROUPS, own.module), AdamW, lr=0.01)
+    checkpoint.load(root / "ours", loaded, own)
+    assert_same(states_of(own.module, loaded), expected, "the user's own module")
+    # The form itself, for users who call DCP; and names that the optimizer was built with.
+    fresh = Named(SHAPES, seed=500)
+    loaded = ZeroRedundancyOptimizer([("_forward_module.module." + n, p) for n, p in fresh.named_parameters()], AdamW)
+    assert list(loaded.sharded_state_dict()["state"]) == list(SHAPES)
+    loaded.load_sharded_state_dict(saved["optim"], strict=False)
+    assert_same(states_of(fresh, loaded), expected, "load_sharded_state_dict")
+    # Two that fit are none.
+    dcp.save({"model": {**whole, **{f"module.{n}": v for n, v in weights.items()}}}, checkpoint_id=root / "two")
+    with pytest.raises(ValueError, match="missing in the checkpoint: a of the model"):
+        checkpoint.load_model(root / "two", Named(SHAPES))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_names_with_a_wrappers_prefix_load_into_the_plain_model(world, tmp_path):
+    run_ranks(saved_from_wrapped_models, world, tmp_path, **LIMITS)
+
+
 # --- load_sharded_state_dict ----------------------------------------------------------------------------------------
 
 

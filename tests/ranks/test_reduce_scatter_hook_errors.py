@@ -16,7 +16,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD
 
-from shardstep import ZeroRedundancyOptimizer, reduce_scatter_hook, shard_ddp_gradients
+from shardstep import ShardedGradient, ZeroRedundancyOptimizer, reduce_scatter_hook, shard_ddp_gradients
 from shardstep.grads.reducer import GradientReducer
 from tests.harness import run_ranks
 from tests.hook_twins import SMALL_CAP, Tangled, batch_of
@@ -195,13 +195,37 @@ def no_module(rank: int, world: int) -> None:
     error = error_of(lambda: shard_ddp_gradients(module, zero(module.parameters())), "a plain module")
     assert isinstance(error, TypeError)
     assert "expects a DistributedDataParallel module but got a Tangled" in str(error)
+    parts = torch.nn.ModuleList([wrapped(), wrapped()])
+    error = error_of(lambda: shard_ddp_gradients(parts, zero(parts[0].parameters())), "two of them")
+    assert "but got a ModuleList, with 2 of them in or around it" in str(error)
+
+
+def found_by_frameworks_modules(rank: int, world: int) -> None:
+    """The module inside, which the Trainer of transformers hands out, and one around it, which Fabric does."""
+    for outer in (False, True):
+        ddp = wrapped()
+        given = torch.nn.Sequential(ddp) if outer else ddp.module
+        optimizer = zero(ddp.parameters())
+        shard_ddp_gradients(given, optimizer)
+        ddp(batch_of(rank, 0)).square().mean().backward()
+        assert all(isinstance(param.grad, ShardedGradient) for param in ddp.parameters() if param.grad is not None)
+        optimizer.step()
+        shard_ddp_gradients(given, optimizer)  # a framework that begins to train again
+        ddp(batch_of(rank, 0)).square().mean().backward()
+        optimizer.step()
+        optimizer.check_replicas()
+
+
+def test_the_ddp_module_is_found_from_the_module_inside_and_from_one_around_it():
+    run_ranks(found_by_frameworks_modules, 2)
 
 
 def called_twice(rank: int, world: int) -> None:
     ddp = wrapped()
-    optimizer = zero(ddp.parameters())
+    first, second = list(ddp.parameters())[:2], list(ddp.parameters())[2:]
+    optimizer, another = zero(first), zero(second)
     shard_ddp_gradients(ddp, optimizer)
-    error = error_of(lambda: shard_ddp_gradients(ddp, optimizer), "called twice")
+    error = error_of(lambda: shard_ddp_gradients(ddp, optimizer, another), "called twice, with another optimizer")
     assert "sharded already" in str(error)
     other = wrapped()
     other.register_comm_hook(None, allreduce_hook)

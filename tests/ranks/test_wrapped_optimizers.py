@@ -288,6 +288,38 @@ def test_a_group_added_through_lightnings_wrapper_is_known_inside():
     run_ranks(change_through_a_wrapper, 2)
 
 
+# --- loaded first, wrapped then ---------------------------------------------------------------------------------------
+
+
+def prepare_loaded(rank: int, world_size: int, shard: str) -> None:
+    """Accelerate asks for the state, moves it, and loads it: a share of it is enough for that."""
+    _, plain = oracle(STEPS)
+    params, optimizer = sharded(shard)
+    for param, value in zip(params, oracle(STEPS)[0], strict=True):
+        param.data.copy_(value)
+    optimizer.load_state_dict(plain.state_dict())
+    before = optimizer.memory().state
+    wrapper = wrapped("accelerate", optimizer)
+    assert optimizer.memory().state == before
+    train(wrapper, params, MORE)
+    assert_same(values_of(params), values_of(oracle(range(6))[0]), "trained")
+    wrapped("accelerate", optimizer)  # also after a step
+    optimizer.consolidate_state_dict()
+    wrapped("accelerate", optimizer)  # and when somebody has collected it
+    with pytest.raises(RuntimeError, match="consolidate_state_dict"):  # everybody else is told as ever
+        wrapper.state_dict()
+    optimizer.consolidate_state_dict()
+    if rank == 0:
+        assert_same(state_of(wrapper), state_of(oracle(range(6))[1]), "the state")
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("shard", ["element", "tensor"])
+def test_an_optimizer_that_was_loaded_can_be_prepared_by_accelerate(shard, world_size):
+    needs("accelerate")
+    run_ranks(prepare_loaded, world_size, shard)
+
+
 # --- who is told to consolidate ---------------------------------------------------------------------------------------
 
 

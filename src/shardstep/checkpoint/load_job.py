@@ -20,7 +20,7 @@ from shardstep.checkpoint.storage.manifest import CheckpointError
 from shardstep.comm.consensus import RankFailed
 from shardstep.state import named
 from shardstep.state.named import Differences
-from shardstep.state.names import names_of, positions_of
+from shardstep.state.names import names_of, positions_of, saved_names
 
 CALL = "checkpoint.load"
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}  # written into groups
@@ -119,18 +119,18 @@ class LoadJob:
         param_groups = self._adapted.optimizer.param_groups
         names = names_of(param_groups, self._model)
         saved = [str(name) for group in groups for name in group["params"]]
-        if set(saved) == set(names.values()):
-            return names
+        found = saved_names(names.values(), saved)
+        called = {param: found.get(name, name) for param, name in names.items()}
+        if set(saved) == set(called.values()):
+            return called
         counts, mine = ([len(group["params"]) for group in of] for of in (groups, param_groups))
         if counts == mine and saved == [str(position) for position in range(len(names))]:
             return positions_of(param_groups)
         named.check_named_alike(groups, list(names.values()))
-        return names
+        return called
 
     def _renamed(self, form: dict[str, Any]) -> dict[str, Any]:
         """The form with the optimizer's names for parameters."""
         names = names_of(self._adapted.optimizer.param_groups, self._model)
         called = self._names(form[GROUPS])
-        new = {called[param]: name for param, name in names.items()}
-        groups = [{**group, "params": [new.get(name, name) for name in group["params"]]} for group in form[GROUPS]]
-        return {STATE: {new.get(name, name): value for name, value in form[STATE].items()}, GROUPS: groups}
+        return named.renamed(form, {called[param]: name for param, name in names.items()})

@@ -21,7 +21,7 @@ from shardstep.params.memory_order import empty_in_order
 from shardstep.state import named
 from shardstep.state.held import HeldParameters
 from shardstep.state.named import Differences
-from shardstep.state.names import clean, unwrapped
+from shardstep.state.names import clean, saved_names, unwrapped
 from shardstep.state.shard import StateShard, shard_of_range, shard_of_whole
 
 
@@ -130,19 +130,25 @@ def settle(differences: Differences, directory: Path, strict: bool, stacklevel: 
 
 
 def model_targets(checkpoint: Checkpoint, model: Module, differences: Differences) -> dict[str, Any]:
-    """Tensors like the model's, on the host: the model is changed only when everything has been read."""
+    """Tensors like the model's, on the host: the model is changed only when everything has been read.
+
+    Under the names that the checkpoint has for them (``saved_names``).
+    """
     saved = checkpoint.model_entries()
     mine = {clean(key): plain_tensor(value) for key, value in unwrapped(model).state_dict().items()}
+    found = saved_names(mine, saved)
     targets: dict[str, Any] = {}
     for name, value in mine.items():
-        if name not in saved:
+        there = found.get(name)
+        if there is None:
             differences.missing.append(f"{name} of the model")
         elif not isinstance(value, Tensor):
-            targets[name] = checkpoint.skeleton(MODEL, name)[MODEL][name]
-        elif _size_of(saved[name]) == tuple(value.shape):
-            targets[name] = torch.empty_like(value, device="cpu")
+            targets[there] = checkpoint.skeleton(MODEL, there)[MODEL][there]
+        elif _size_of(saved[there]) == tuple(value.shape):
+            targets[there] = torch.empty_like(value, device="cpu")
         else:
-            size = _size_of(saved[name])
+            size = _size_of(saved[there])
             differences.misshapen.append(f"{name} of the model (saved as {size}, is {tuple(value.shape)})")
-    differences.unexpected.extend(f"{name} of the model" for name in saved if name not in mine)
+    used = set(found.values())
+    differences.unexpected.extend(f"{name} of the model" for name in saved if name not in used)
     return targets

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from shardstep.params.dtensors import plain_tensor
-from shardstep.state.names import clean, unwrapped
+from shardstep.state.names import clean, saved_names, unwrapped
 
 
 class ModelSwap:
@@ -25,7 +25,7 @@ class ModelSwap:
         self._model, self._strict = unwrapped(model), strict
         now = self._model.state_dict()
         keys = {clean(key): key for key in now}
-        pairs = [(keys[name], value) for name, value in read.items()]
+        pairs = [(keys[name], read[there]) for name, there in saved_names(keys, read).items()]
         self._chosen = {key: now[key] for key, _ in pairs}
         self._tensors = [(plain_tensor(now[key]), value) for key, value in pairs if isinstance(value, Tensor)]
         self._others = {key: value for key, value in pairs if not isinstance(value, Tensor)}

@@ -70,6 +70,11 @@ class DdpFeed:
         """Whether the DDP module is gone."""
         return self._ddp is not None and self._ddp() is None
 
+    def connects(self, ddp: DistributedDataParallel, sources: Sequence[DdpReducedGradients]) -> bool:
+        """Whether it is between this module and these optimizers, and no others."""
+        mine = self._ddp() if self._ddp is not None else None
+        return mine is ddp and set(map(id, self._living_sources())) == set(map(id, sources))
+
     def begin_turn(self) -> None:
         """DDP is about to run. RuntimeError if it must not, in a Join context."""
         ddp = self._ddp() if self._ddp is not None else None

@@ -27,15 +27,18 @@ from shardstep.params.sharded_parameters import ShardedParameters
 _UNDER_DDP = "drop shard_gradients and call shardstep.shard_ddp_gradients({}) {}"
 # By the first names of modules, outermost first: the Trainer uses Accelerate, Lightning uses Fabric.
 _WAYS_ROUND = {
-    ("transformers",): "In HF's Trainer: "
+    ("transformers",): "In HF's Trainer: drop shard_gradients and add "
+    "shardstep.integrations.transformers.ShardstepCallback(shard_gradients=True); or "
     + _UNDER_DDP.format("trainer.model_wrapped, optimizer", "in a callback's on_train_begin"),
     ("accelerate",): "With Accelerate: give accelerator.prepare everything but the model "
     "(accelerator.prepare_model(model, evaluation_mode=True) moves it and does not wrap it); or "
     + _UNDER_DDP.format("model, optimizer", "after prepare"),
     ("lightning.pytorch", "pytorch_lightning"): "In Lightning: "
+    "Trainer(strategy=shardstep.integrations.lightning.ShardedStrategy()) does not wrap; or "
     + _UNDER_DDP.format("self.trainer.model, optimizer", "in on_train_start"),
-    ("lightning.fabric", "lightning_fabric"): "With Fabric: give fabric.setup_optimizers the optimizer alone, and move "
-    "the model with fabric.to_device; or "
+    ("lightning.fabric", "lightning_fabric"): "With Fabric: "
+    "Fabric(strategy=shardstep.integrations.fabric.ShardedStrategy()) does not wrap; or give fabric.setup_optimizers "
+    "the optimizer alone, and move the model with fabric.to_device; or "
     + _UNDER_DDP.format("ddp, optimizer", "after fabric.setup, with the DDP module that it has made"),
 }
 _BY_HAND = "Do not wrap the model; or " + _UNDER_DDP.format("ddp, optimizer", "after the wrap")

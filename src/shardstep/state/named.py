@@ -20,7 +20,7 @@ from shardstep.params.option_facts import option_texts
 from shardstep.params.tensor_subclasses import opened
 from shardstep.state.cutting import check_cut_with, local_part
 from shardstep.state.held import HeldParameters
-from shardstep.state.names import are_positions
+from shardstep.state.names import are_positions, saved_names
 from shardstep.state.shard import filled, shard_of_range, shard_of_whole
 
 
@@ -82,6 +82,12 @@ def named_groups(param_groups: Sequence[Mapping[str, Any]], names: Mapping[Tenso
         {**copy.deepcopy(options_of(dict(group))), "params": [names[param] for param in group["params"]]}
         for group in param_groups
     ]
+
+
+def renamed(form: Mapping[str, Any], new: Mapping[str, str]) -> dict[str, Any]:
+    """A form with other names for parameters; what ``new`` lacks keeps its name."""
+    groups = [{**group, "params": [new.get(name, name) for name in group["params"]]} for group in form["param_groups"]]
+    return {"state": {new.get(name, name): value for name, value in form["state"].items()}, "param_groups": groups}
 
 
 class Differences(NamedTuple):
@@ -168,6 +174,8 @@ def loadable(
     strict: bool,
 ) -> Loadable:
     """Take a form apart. ValueError if it does not fit and ``strict``, or if names and positions are mixed."""
+    saved = [str(name) for group in form["param_groups"] for name in group["params"]]
+    form = renamed(form, {there: name for name, there in saved_names(names.values(), saved).items()})
     saved_groups, state = form["param_groups"], form["state"]
     check_named_alike(saved_groups, list(names.values()))
     differences = Differences(*compare_names(saved_groups, names.values()), [])

@@ -13,15 +13,17 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 
-# Modules that torch puts around others (torch.compile, activation checkpointing), as parts of a name.
-_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module")
+# Modules that torch (torch.compile, activation checkpointing) and Fabric put around others, as parts of a name.
+_WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
+# Fabric's wrapper, by name: the package is not imported here. It has the user's module as ``.module``, as DDP has.
+_FABRIC = (("lightning.fabric.wrappers", "_FabricModule"), ("lightning_fabric.wrappers", "_FabricModule"))
 
 
-def unwrapped(model: Module) -> Module:
-    """The module inside DistributedDataParallel and torch.compile, in any order."""
+def unwrapped(model: Any) -> Module:
+    """The module inside DistributedDataParallel, torch.compile and Fabric's wrapper, in any order."""
     while True:
         compiled = dict(model.named_children()).get("_orig_mod")
-        if isinstance(model, DistributedDataParallel):
+        if isinstance(model, DistributedDataParallel) or _is_fabrics(model):
             model = model.module
         elif compiled is not None:
             model = compiled
@@ -29,9 +31,34 @@ def unwrapped(model: Module) -> Module:
             return model
 
 
+def _is_fabrics(model: Module) -> bool:
+    return any((kind.__module__, kind.__name__) in _FABRIC for kind in type(model).__mro__)
+
+
 def clean(name: str) -> str:
     """A parameter's name without the wrappers'."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def bare(name: str) -> str:
+    """A parameter's name without the wrappers', and without DDP's, which a module of the user may have, too."""
+    return clean(name).removeprefix("module.")
+
+
+def saved_names(names: Iterable[str], saved: Iterable[str]) -> dict[str, str]:
+    """Under which of the ``saved`` names each of ``names`` is found: the same one, or one with wrappers' prefixes.
+
+    Such are in checkpoints of older versions, and in those that somebody saved from a wrapped model. A name of which
+    there are two such is not found.
+    """
+    mine, there = set(names), set(saved)
+    found = {name: name for name in mine & there}
+    wrapped: dict[str, list[str]] = {}
+    for name in there - mine:
+        for inner in {clean(name), bare(name)} & (mine - there):
+            wrapped.setdefault(inner, []).append(name)
+    found.update((inner, outer[0]) for inner, outer in wrapped.items() if len(outer) == 1)
+    return found
 
 
 def names_in(model: Module) -> dict[Tensor, str]:
@@ -54,7 +81,7 @@ def names_of(param_groups: Sequence[Mapping[str, Any]], model: Module | None) ->
     names: dict[Tensor, str] = {}
     for group in param_groups:
         for param, name in zip(group["params"], group.get("param_names") or (), strict=False):
-            names.setdefault(param, clean(name.removeprefix("module.")))
+            names.setdefault(param, bare(name))
     if names.keys() == params.keys() and len(set(names.values())) == len(names):
         return names
     return positions_of(param_groups)

@@ -8,6 +8,7 @@ DCP's functions on state dicts take nothing else; what would need the whole rais
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from multiprocessing.reduction import ForkingPickler
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
@@ -124,6 +125,19 @@ class StateShard(Tensor):
             raise RuntimeError(_refusal(str(func)))
         return shard.map(lambda tensor: func(tensor, *args[1:], **kwargs))
 
+
+def _rebuilt(shape: tuple[int, ...], boxes: list[Box], local: Tensor, writes: bool, blank: bool) -> StateShard:
+    return StateShard(shape, _parts_of(local, boxes), local, writes, blank)
+
+
+def _to_another_process(shard: StateShard) -> tuple[Any, ...]:
+    boxes = [part.box for part in shard.parts]
+    return _rebuilt, (tuple(shard.shape), boxes, shard.local, shard.writes, shard.blank)
+
+
+# On its way to another process of this rank, which writes it: dcp.async_save with AsyncCheckpointerType.PROCESS. Only
+# the pickler of multiprocessing knows of it; a file that torch.save wrote would be a part that looks like the whole.
+ForkingPickler.register(StateShard, _to_another_process)
 
 _PART_BY_PART = (aten.detach.default, aten.clone.default, aten._to_copy.default, aten.alias.default)
 

@@ -91,7 +91,8 @@ class ShardedOptimizer(Optimizer):
                 "state_dict() expects the state to be consolidated since the last step, load or change, but it is not. "
                 f"Call optimizer.consolidate_state_dict(to={status.recipient}) on every rank first, if rank "
                 f"{status.recipient} is the one that saves, {who}: that rank alone gets the full state, the others' "
-                "dicts are empty. (Or save without collecting it: shardstep.checkpoint.save.)"
+                "dicts are empty. (Or save without collecting it: shardstep.checkpoint.save. In a framework one "
+                "line does it: shardstep.integrations, docs/frameworks.md.)"
             )
         else:
             state_dict = plain.plain_form(self.param_groups, status.snapshot, self.rank)
@@ -140,8 +141,14 @@ class ShardedOptimizer(Optimizer):
             states = map_tensors(self._collect(described, to), Tensor.contiguous)
             self._bring_options(to)
         else:
-            entries = named.sharded_states(sharded, self.optim, blanks=True)
-            states = {index: entries.get(index, {}) for index in sharded.params}
+            return self._form_in_pieces()
+        return plain.plain_form(self.param_groups, Snapshot((self.rank,), states), self.rank)
+
+    def _form_in_pieces(self) -> dict[str, Any]:
+        """torch's plain form with this rank's pieces of the state, as ``StateShard``s."""
+        sharded = self.engine.sharded
+        entries = named.sharded_states(sharded, self.optim, blanks=True)
+        states: dict[Any, Any] = {index: entries.get(index, {}) for index in sharded.params}
         return plain.plain_form(self.param_groups, Snapshot((self.rank,), states), self.rank)
 
     def sharded_state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
