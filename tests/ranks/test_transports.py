@@ -41,9 +41,9 @@ def _train(rank, world_size, transport):
             assert uses_shared_memory(twins.opt) == (transport == "shared memory" and world_size > 1)
             update = twins.opt.engine.sharded.update_bucket
 
-            def late(optimizer, position, update=update):
+            def late(*args, update=update):
                 time.sleep(delays.choice([0, 0, 0.001, 0.004]))
-                update(optimizer, position)
+                update(*args)
 
             twins.opt.engine.sharded.update_bucket = late
             for _ in range(6):
