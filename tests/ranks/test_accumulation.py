@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -19,7 +20,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from shardstep import ShardedGradient
+from shardstep import ShardedGradient, ZeroRedundancyOptimizer, shard_ddp_gradients
+from shardstep.grads import scheduler
 from tests.harness import run_ranks
 from tests.oracle import assert_same, values_of
 from tests.ranks.test_shard_gradients import (
@@ -553,3 +555,32 @@ def bf16_as_ddp(rank: int, world: int) -> None:
 
 def test_bf16_parameters_of_two_ranks_have_the_bits_of_ddp():
     run_ranks(bf16_as_ddp, 2, **LIMITS)
+
+
+def no_sync_after_a_late_rank(rank: int, world: int, under_ddp: bool) -> None:
+    """Rank 0 leaves its backward before all is reduced; the next micro-batch must not go along in that round."""
+    scheduler.PATIENCE = 0.2
+    model = Digits()
+    ddp = DistributedDataParallel(model) if under_ddp else None
+    if ddp is None:
+        optimizer = sharded(model.parameters(), SGD, bucket_cap_mb=KB, lr=1.0)
+    else:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), SGD, bucket_cap_mb=KB, lr=1.0)
+        shard_ddp_gradients(ddp, optimizer)
+    forward, no_sync = ddp or model, (ddp or optimizer).no_sync
+    for _ in range(2):
+        loss = forward(rank + 1.0)
+        if rank == world - 1:
+            time.sleep(0.6)
+        loss.backward()
+        with no_sync():
+            forward(10.0 * (rank + 1)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = -2 * 11 * (world + 1) / 2
+    assert all(torch.equal(weight, torch.full_like(weight, expected)) for weight in model.weights)
+
+
+@pytest.mark.parametrize("under_ddp", [False, True])
+def test_no_sync_after_a_backward_that_a_rank_was_late_in_loses_nothing(under_ddp):
+    run_ranks(no_sync_after_a_late_rank, 2, under_ddp, pg_timeout=10)

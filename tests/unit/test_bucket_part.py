@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 import torch
 
+from shardstep.comm.topology import Topology
 from shardstep.grads.bucket_part import parts_of
+from shardstep.grads.reduce_scatter import regions_in, slot_bytes
 from shardstep.layout import partition
 from shardstep.layout.bucket_size import chosen_bucket_bytes
 from shardstep.layout.specs import Bucket, Layout, ParamSpec
+from tests.unit.specs import specs_of_sizes
 
 MIB = 2**20
 
@@ -58,3 +63,20 @@ def test_a_rank_without_a_gradient_sends_zeros():
 )
 def test_the_size_of_a_bucket_follows_the_model(total, on_cpu, expected):
     assert chosen_bucket_bytes(total, on_cpu) == expected
+
+
+def test_ranks_that_write_different_parts_into_one_slot_do_not_write_over_each_other():
+    """As happens after an iteration that was aborted: what a rank finds in its region it sends again."""
+    world = 3
+    for granularity in ("element", "tensor"):
+        layout = partition.extend(Layout(world), specs_of_sizes((700, 5, 90, 33, 400), granularity), 800)
+        parts = [part for bucket in layout.buckets for part in parts_of(bucket, world, 800, torch.float32)]
+        assert len(parts) > 3
+        slot = torch.empty(slot_bytes(parts, [range(world)]), dtype=torch.uint8)
+        seen: list[set[int]] = [set() for _ in range(world)]  # bytes of the slot, by the rank that writes them
+        for part in parts:
+            for rank in range(world):
+                region = regions_in(slot, part, Topology(rank, (tuple(range(world)),))).mine
+                start = region.data_ptr() - slot.data_ptr() if region.numel() else 0
+                seen[rank].update(range(start, start + region.nbytes))
+        assert not any(one & other for one, other in combinations(seen, 2)), granularity

@@ -49,11 +49,6 @@ class DdpScheduler(BackwardScheduler):
         self._shards.restore_displaced()
         self._begin_shadow(self._attendance.answer_roll(self._reducer.sent))
 
-    def _complete_earlier(self) -> None:
-        """End the round of an earlier backward, that could not wait for the other ranks."""
-        if self._iteration.is_open:
-            self._complete(None)
-
     def take(self, gradients: Iterable[tuple[int, Tensor]]) -> None:
         """DDP has these gradients, of this rank alone."""
         current = self._iteration.round

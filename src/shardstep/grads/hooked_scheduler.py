@@ -44,6 +44,8 @@ class HookedScheduler(BackwardScheduler):
 
     def _collect(self, index: int, param: Tensor) -> None:
         """Autograd has finished the gradient of a parameter. Runs once per parameter and backward: keep it short."""
+        if not self.syncs:
+            self._complete_earlier()  # else what comes now would go along in it on this rank, and not on others
         gradient, stand_in = param.grad, self._shards.stand_in(index)
         if gradient is stand_in:
             self._keep(index, stand_in.take_incoming())

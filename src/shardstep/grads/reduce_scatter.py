@@ -16,7 +16,7 @@ The order of a sum is the same in the first two (see ``summation.py``).
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -214,18 +214,25 @@ class SlotRegions(NamedTuple):
         return [_span_for(owner, region, rank, part) for rank, region in zip(self.host, self.regions, strict=True)]
 
 
-def slot_bytes(part: BucketPart, host: Sequence[int]) -> int:
-    """How large a slot for this part is."""
-    return sum(_region_bytes(part, rank) for rank in host)
+def slot_bytes(parts: Iterable[BucketPart], hosts: Iterable[Sequence[int]]) -> int:
+    """How large a slot for any of these parts is, on any host: as many equal regions as the host has ranks."""
+    hosts = list(hosts)
+    largest = max(_region_bytes(part, rank) for part in parts for host in hosts for rank in host)
+    return largest * max(map(len, hosts))
 
 
 def regions_in(slot: Tensor, part: BucketPart, topology: Topology) -> SlotRegions:
-    host, regions, start = topology.host, [], 0
-    for rank in host:
+    """A rank's region begins at one place whatever the part is.
+
+    In an iteration that was aborted the ranks may write different parts into one slot. None of them must write into the
+    region of another, who sends again what it finds there.
+    """
+    host, regions = topology.host, []
+    stride = slot.numel() // len(host) // 64 * 64
+    for place, rank in enumerate(host):
         low, high = part.spans[rank]
         nbytes = (part.numel - high + low) * part.dtype.itemsize
-        regions.append(slot[start : start + nbytes].view(part.dtype))
-        start += _region_bytes(part, rank)
+        regions.append(slot[place * stride : place * stride + nbytes].view(part.dtype))
     others = [(rank, region) for rank, region in zip(host, regions, strict=True) if rank != topology.rank]
     for_me = [_span_for(topology.rank, region, rank, part) for rank, region in others]
     return SlotRegions(host, regions, regions[topology.place], for_me)

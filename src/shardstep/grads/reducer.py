@@ -101,6 +101,7 @@ class GradientReducer:
         """The memory of what was not sent yet, and of what is under way."""
         all_sent = [*self._in_flight, *self.iteration.resend]
         under_way = [tensor for sent in all_sent for tensor in sent.scatter.tensors()]
+        under_way += [sent.scatter.own for sent in all_sent if sent.kept]  # else it is the shard's memory, see _room
         under_way += [tensor for sent in all_sent if sent.across is not None for tensor in sent.across.tensors()]
         return [*self.iteration.arrived.values(), *under_way]
 

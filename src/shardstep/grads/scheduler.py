@@ -176,6 +176,8 @@ class BackwardScheduler:
     def complete(self) -> None:
         """Collective. Reduce what has not been reduced yet, and bring in everything."""
         self._check()
+        if not self._shards.is_deferring:  # (while DDP has the gradients, the round is that of this backward)
+            self._complete_earlier()
         self._sweep()
         self.settle()
 
@@ -202,6 +204,11 @@ class BackwardScheduler:
         for index, param in self._sharded.params.items():
             if param.grad is not None and not isinstance(param.grad, ShardedGradient):
                 self._take(index, param, param.grad)
+
+    def _complete_earlier(self) -> None:
+        """End the round of an earlier backward, that could not wait for the other ranks."""
+        if self._iteration.is_open:
+            self._complete(None)
 
     def _complete(self, patience: float | None) -> None:
         iteration = self._iteration

@@ -79,8 +79,7 @@ class ReduceTransports:
             self._ring = None
             return
         # All hosts have slots of one size, though some may have more ranks than others.
-        hosts = self._sharded.topology.hosts
-        size = max(slot_bytes(part, host) for part in self.number_of for host in hosts)
+        size = slot_bytes(self.number_of, self._sharded.topology.hosts)
         # More slots than parts would stay unused.
         count = min(self._settings.in_flight or 1, len(self.number_of))
         if self._ring is None or self._ring.slot_bytes < size or self._ring.in_flight < count:
