@@ -20,7 +20,7 @@ from shardstep import ZeroRedundancyOptimizer
 from tests.test_snippets import snippets_of
 
 PAGE = "docs/frameworks.md"
-GROUP = re.compile(r"^(dist\.init_process_group|idist\.initialize)\(.*\n", re.MULTILINE)
+GROUP = re.compile(r"^ *(dist\.init_process_group|idist\.initialize)\(.*\n", re.MULTILINE)
 
 
 def check(optimizer: Any) -> str:
