@@ -129,6 +129,26 @@ def test_sharded_gradients_follow_a_moved_model(world: int, views: bool, when: s
 
 
 @on_device
+def _clear_elsewhere(rank: int, world: int) -> list[Tensor]:
+    """What stood for the gradients moves with the model, comes off its parameters there, and is wanted back here."""
+    model = small_model()
+    optimizer = _build("AdamW", model, shard_gradients=True)
+    for step in range(3):
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+        model.to("sim")
+        optimizer.zero_grad()
+        model.to("cpu")
+    return _outcome(model, optimizer)[0]
+
+
+def test_gradients_that_were_cleared_elsewhere_are_collected_where_the_model_is_now() -> None:
+    expected, _ = train_plainly("AdamW", 3, range(2))
+    for weights in run_ranks(_clear_elsewhere, 2, fresh=True):
+        torch.testing.assert_close(weights, expected, rtol=0, atol=SUMMED_OTHERWISE)
+
+
+@on_device
 def _train_without_a_group(rank: int, world: int) -> Any:
     dist.destroy_process_group()
     outcomes = []

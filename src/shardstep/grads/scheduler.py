@@ -100,7 +100,7 @@ class BackwardScheduler:
         self._iteration.arrived.pop(index, None)
         self._iteration.fresh.add(index)
         self._keep(index, gradient)
-        param.grad = self._shards.stand_in(index)
+        param.grad = self._shards.fitting_stand_in(index)
 
     def _keep(self, index: int, gradient: Tensor | None) -> None:
         if gradient is None:

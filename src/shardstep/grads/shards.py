@@ -123,6 +123,13 @@ class GradientShards:
         """What stands for the sharded gradient as ``param.grad``."""
         return self._stand_ins[index]
 
+    def fitting_stand_in(self, index: int) -> ShardedGradient:
+        """The same, to be put on the parameter. One that came off while the model was elsewhere has stayed there."""
+        param, stand_in = self._sharded.params[index], self._stand_ins[index]
+        if stand_in.device != param.device:
+            stand_in = self._stand_ins[index] = stand_in.on_device(param.device)
+        return stand_in
+
     def index_of(self, stand_in: Tensor) -> int:
         return next(index for index, other in self._stand_ins.items() if other is stand_in)
 
@@ -137,7 +144,7 @@ class GradientShards:
         if self._deferred is not None:
             self._deferred.add(index)
             return
-        param, stand_in = self._sharded.params[index], self._stand_ins[index]
+        param, stand_in = self._sharded.params[index], self.fitting_stand_in(index)
         if param.grad is not stand_in:
             stand_in.incoming = None  # of an earlier one, which somebody took off the parameter
             param.grad = stand_in

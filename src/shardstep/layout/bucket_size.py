@@ -2,7 +2,8 @@
 
 Small buckets hold little memory while they are filled and sent, and stay in the cache between packing, adding up and
 updating. Each costs a message and some Python, so there are not many of them. What is under way on the CPU lies in
-slots of shared memory, two buckets per rank; on an accelerator collectives of a few MiB leave the wire half empty.
+slots of shared memory, two buckets per rank without its own share; on an accelerator collectives of a few MiB leave the
+wire half empty.
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ _WAYS_ROUND = {
     ("accelerate",): "With Accelerate: give accelerator.prepare everything but the model "
     "(accelerator.prepare_model(model, evaluation_mode=True) moves it and does not wrap it); or "
     + _UNDER_DDP.format("model, optimizer", "after prepare"),
+    ("ignite",): "With Ignite: do not use idist.auto_model; or " + _UNDER_DDP.format("ddp, optimizer", "after it"),
     ("lightning.pytorch", "pytorch_lightning"): "In Lightning: "
     "Trainer(strategy=shardstep.integrations.lightning.ShardedStrategy()) does not wrap; or "
     + _UNDER_DDP.format("self.trainer.model, optimizer", "in on_train_start"),
