@@ -10,9 +10,9 @@ FRAMES := .venv-frameworks
 NPROC  ?= 2
 ARGS   ?=
 # What needs no further packages: the others have suites of their own.
-OWN    := not optimizers and not frameworks and not package and not docs and not hosts
+OWN    := not optimizers and not frameworks and not package and not docs and not accelerator and not hosts
 
-.PHONY: train test test-all test-optimizers test-frameworks test-migration test-package test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-hosts bench-checkpoint bench-compare clean
+.PHONY: train test test-all test-optimizers test-frameworks test-migration test-package test-accelerator test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-hosts bench-checkpoint bench-compare clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -60,6 +60,11 @@ $(VENV)/installed-package: $(VENV)/installed
 
 test-package: $(VENV)/installed-package
 	$(BIN)/python -m pytest tests/package -n 0 $(ARGS)
+
+# A simulated device (tests/accelerator), which is built once on a machine: 25 s, with a C++ compiler. Without one its tests
+# skip and say so. SHARDSTEP_DEVICE=required: then they fail.
+test-accelerator: $(VENV)/installed
+	$(BIN)/python -m pytest tests/accelerator -m "not again" -n 2 $(ARGS)
 
 # Several hosts, as namespaces of this machine (tests/hosts). It takes root, and two packages of the system, which are
 # installed if they are missing; whoever is not root sees the tests skipped. SHARDSTEP_HOSTS=required: then they fail.

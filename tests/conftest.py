@@ -7,7 +7,8 @@ of values has met (``tests.pairs``). ``make test-all`` takes all of them. What n
 are not in the environment of ``make test`` is not in it even if they are installed: the sweep over every optimizer
 class and all of heavyball (``optimizers``, ``make test-optimizers``), Lightning and transformers (``frameworks``,
 ``make test-frameworks``), the site (``docs``, ``make test-docs``), what a user installs (``package``,
-``make test-package``), and several hosts, for which it takes root (``hosts``, ``make test-hosts``).
+``make test-package``), the simulated device, for which it takes a compiler (``accelerator``,
+``make test-accelerator``), and several hosts, for which it takes root (``hosts``, ``make test-hosts``).
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ torch.set_num_threads(1)
 
 WORLDS = ("world", "world_size")
 TRANSPORTS = ("transport", "way")
-LEFT_OUT = ("again", "optimizers", "frameworks", "package", "docs", "hosts")  # of make test
+LEFT_OUT = ("again", "optimizers", "frameworks", "package", "docs", "accelerator", "hosts")  # of make test
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -33,14 +34,16 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "frameworks: what needs Lightning or transformers: make test-frameworks")
     config.addinivalue_line("markers", "package: the wheel in an environment of its own: make test-package")
     config.addinivalue_line("markers", "docs: the site, which needs mkdocs: make test-docs")
+    config.addinivalue_line("markers", "accelerator: a simulated device, which is compiled: make test-accelerator")
     config.addinivalue_line("markers", "hosts: several hosts, which takes root and iproute2: make test-hosts")
     config.addinivalue_line("markers", "long: takes ten seconds or more, so it is started first")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """What is not asked for is not even imported: heavyball takes seconds, and sets what is torch's."""
-    folders = {"test_heavyball.py": "optimizers", "package": "package", "docs": "docs", "hosts": "hosts"}
-    marker = folders.get(collection_path.name)
+    name = collection_path.name
+    folders = ("package", "docs", "accelerator", "hosts")
+    marker = "optimizers" if name == "test_heavyball.py" else name if name in folders else None
     return True if marker and f"not {marker}" in config.option.markexpr else None
 
 

@@ -23,7 +23,6 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
@@ -45,9 +44,6 @@ def missing() -> str:
     if shutil.which(compiler) is None:
         return f"a C++ compiler ({compiler})"
     return "" if _ninja() else "ninja"
-
-
-needs_compiler = pytest.mark.skipif(bool(missing()), reason=f"the simulated device needs {missing()} to be built")
 
 
 def _folder() -> Path:

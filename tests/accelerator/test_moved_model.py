@@ -10,11 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardstep import ZeroRedundancyOptimizer
-from tests.accelerator.simulated import needs_compiler, on_device
+from tests.accelerator.simulated import on_device
 from tests.accelerator.training import OPTIMIZERS, loss_of, small_model, train_plainly
 from tests.harness import run_ranks
-
-pytestmark = needs_compiler
 
 WORLDS = [1, 2, 3]
 # By step: where the model is. It starts on the CPU, where the optimizer is built.

@@ -8,11 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.accelerator import simulated
-from tests.accelerator.simulated import needs_compiler, on_device
+from tests.accelerator.simulated import on_device
 from tests.accelerator.training import OPTIMIZERS, loss_of, small_model
 from tests.harness import run_ranks
-
-pytestmark = needs_compiler
 
 
 @on_device

@@ -119,7 +119,12 @@ MODES = {"default": {}, "views": {"parameters_as_bucket_view": True}}
 
 @pytest.mark.parametrize(
     ("name", "mode"),
-    [("PackedMomentum", "default"), ("PackedMomentum", "views"), *((name, "default") for name in TORCHAO)],
+    [
+        ("PackedMomentum", "default"),
+        ("PackedMomentum", "views"),
+        ("AdamW8bit", "default"),
+        *(pytest.param(name, "default", marks=pytest.mark.again) for name in TORCHAO[1:]),
+    ],
 )
 def test_subclass_state_goes_through_every_path_and_training_goes_on_as_if_nothing_happened(name, mode, tmp_path):
     """3 ranks save, 2 go on: bit-equal to the plain optimizer. Together the ranks hold what the plain one holds."""
