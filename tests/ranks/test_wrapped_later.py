@@ -265,7 +265,10 @@ def trainer(rank: int, folder: Path, shard_gradients: bool) -> nn.Module:
 
 WRAPPERS: dict[Callable, tuple[str, str]] = {
     accelerate: ("accelerate", "With Accelerate: give accelerator.prepare everything but the model"),
-    fabric: ("lightning", "With Fabric: Fabric(strategy=shardstep.integrations.fabric.ShardedStrategy()) does not wrap"),
+    fabric: (
+        "lightning",
+        "With Fabric: Fabric(strategy=shardstep.integrations.fabric.ShardedStrategy()) does not wrap",
+    ),
     lightning: ("lightning", "shardstep.shard_ddp_gradients(self.trainer.model, optimizer) in on_train_start"),
     trainer: (
         "transformers",
