@@ -166,7 +166,7 @@ def reordered(rank: int, world: int, root: Path) -> None:
             assert_same(states_of(model, optimizer), states_of(oracle_model, oracle), f"{claim}, trained")
 
 
-@pytest.mark.parametrize("world", [2, 5])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.again), 5])
 def test_moments_and_options_follow_names_whatever_the_order_of_groups(root, world):
     run_ranks(reordered, world, root, **LIMITS)
 
@@ -293,7 +293,7 @@ def twin_of(model: Named, optimizer: Any, oracle_model: Named, oracle: AdamW) ->
     return twin, plain
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.again), 4])
 def test_a_lenient_load_takes_what_fits_by_name_and_starts_the_rest_empty(root, world):
     run_ranks(lenient, world, root, **LIMITS)
 

@@ -235,7 +235,7 @@ def load_all(rank: int, world: int, oracles: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.again), 2, 3])
+@pytest.mark.parametrize("world_size", [*(pytest.param(ranks, marks=pytest.mark.again) for ranks in (1, 2)), 3])
 def test_it_loads_in_every_mode_and_training_goes_on_as_if_never_interrupted(oracles, world_size):
     run_ranks(load_all, world_size, oracles, **LIMITS)
 

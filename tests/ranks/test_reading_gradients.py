@@ -75,7 +75,11 @@ def look(rank: int, world_size: int, read: Callable, alone: list[int]) -> str:
     return str(error)
 
 
-@pytest.mark.parametrize("read", READS, ids=lambda read: read.__name__)
+@pytest.mark.parametrize(
+    "read",
+    [norm, clip, consolidate, *(pytest.param(read, marks=pytest.mark.again) for read in (torch_clip, unscale, buffers))],
+    ids=lambda read: read.__name__,
+)
 def test_ranks_that_do_not_look_are_named_to_those_that_do(read):
     """Rank 1 looks, and rank 2 with it; rank 0 does not."""
     told = run_ranks(look, 3, read, [1, 2], pg_timeout=PATIENCE)

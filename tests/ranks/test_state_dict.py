@@ -266,7 +266,11 @@ def check_stage(name: str, found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-14)
 
 
-@pytest.mark.parametrize("shards", [("auto", "tensor"), ("tensor", "auto")], ids=["element first", "tensor first"])
+@pytest.mark.parametrize(
+    "shards",
+    [("auto", "tensor"), pytest.param(("tensor", "auto"), marks=pytest.mark.again)],
+    ids=["element first", "tensor first"],
+)
 def test_training_continues_exactly_through_checkpoints_at_4_3_1_and_2_ranks_and_the_plain_optimizer(tmp_path, shards):
     """Plain -> 4 -> 3 -> 1 -> 2 -> plain, each granularity reading what the other wrote."""
     for name in CASES:
