@@ -77,7 +77,12 @@ def look(rank: int, world_size: int, read: Callable, alone: list[int]) -> str:
 
 @pytest.mark.parametrize(
     "read",
-    [norm, clip, consolidate, *(pytest.param(read, marks=pytest.mark.again) for read in (torch_clip, unscale, buffers))],
+    [
+        norm,
+        clip,
+        consolidate,
+        *(pytest.param(read, marks=pytest.mark.again) for read in (torch_clip, unscale, buffers)),
+    ],
     ids=lambda read: read.__name__,
 )
 def test_ranks_that_do_not_look_are_named_to_those_that_do(read):
