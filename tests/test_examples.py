@@ -144,7 +144,7 @@ def test_the_main_job_goes_on_after_an_interrupt_on_other_ranks_and_ends_where_s
     # 275,040 parameters of 4 bytes
     assert shares_of(printed, "parameters") == shares_of(printed, "gradients") == [1.1] * 3
     assert shares_of(printed, "optimizer state") == [0.7] * 3
-    assert printed.count(" of 2.2 MB") == 3
+    assert printed.count(" of 2.2 MB\n") == 3
 
     by_rank = run_on_ranks(2, "zero2.py", *TRAINING, "--checkpoints", str(tmp_path / "zero2"))
     assert loss_of(by_rank[0], "after") == pytest.approx(reached, abs=0.0011)

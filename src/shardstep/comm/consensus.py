@@ -227,8 +227,10 @@ class RankConsensus:
             raise
 
     def leave_word(self, name: str, text: str) -> None:
-        """Leave a word for the other ranks. Does not wait."""
-        self.group.store.set(f"shardstep/{self._instance}/word/{name}/{self.group.rank}", text)
+        """Leave a word for the other ranks: when this returns, it is there. Waits for no rank."""
+        store, key = self.group.store, f"shardstep/{self._instance}/word/{name}/{self.group.rank}"
+        store.set(key, text)
+        store.check([key])  # ``set`` only sends; the answer to this comes when it was taken
 
     def word_of(self, rank: int, name: str) -> str | None:
         """The word that a rank has left; None if it has not (yet). Does not wait."""

@@ -21,9 +21,8 @@ _TOLERANCE = 1e-3
 class AverageCheck:
     """Compares the norm of the first step's gradients with rank 0's, in the second step.
 
-    Without waiting: by then the first gather is over, so rank 0 has said its own. It may still be on its way through
-    the store, or rank 0 be slower in another replica of a mesh: then a later step compares. It costs one read from the
-    device.
+    Without waiting: by then the first gather is over, so rank 0 has said its own. On a mesh it may be in another
+    replica, and slower: then a later step compares. It costs one read from the device.
     """
 
     def __init__(self, consensus: RankConsensus) -> None:
