@@ -3,7 +3,9 @@
 A test that is written for several numbers of ranks runs at 1 and 3 by default: three is where halves, pairs and
 powers of two stop hiding mistakes. At 2, 4 or 5 ranks the same test is marked ``again``, and so is one through shared
 memory that also runs through sockets; of a test with three or more parameters those that are left over when every pair
-of values has met (``tests.pairs``). ``make test-all`` takes all of them. What needs packages that
+of values has met (``tests.pairs``). Of tests with ranks that have one or two parameters besides their number: at 1 rank
+all but the first, and of two parameters what is left over when every value was there. ``make test-all`` takes all of
+them. What needs packages that
 are not in the environment of ``make test`` is not in it even if they are installed: the sweep over every optimizer
 class and all of heavyball (``optimizers``, ``make test-optimizers``), Lightning and transformers (``frameworks``,
 ``make test-frameworks``), the site (``docs``, ``make test-docs``), what a user installs (``package``,
@@ -57,6 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             if chosen in variants[_without(item, names)] and value not in (chosen, None, *also):
                 item.add_marker("again")
     _leave_pairs(items)
+    _leave_values([item for item in items if item.path.parent.name == "ranks"])
     # Started last, a long test keeps one worker busy while the others have nothing left to do.
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
@@ -69,6 +72,21 @@ def _leave_pairs(items: list[pytest.Item]) -> None:
     for variants in tests.values():
         rows = [{name: repr(value) for name, value in _params(item).items()} for item in variants]
         chosen = set(covering(rows))
+        for position, item in enumerate(variants):
+            if position not in chosen:
+                item.add_marker("again")
+
+
+def _leave_values(items: list[pytest.Item]) -> None:
+    """Of one or two parameters besides the number of ranks."""
+    tests: dict[tuple[str, object], list[pytest.Item]] = {}
+    for item in items:
+        others = set(_params(item)) - {*WORLDS, *TRANSPORTS}
+        if len(others) in (1, 2) and not any(item.get_closest_marker(name) for name in LEFT_OUT):
+            tests.setdefault((item.nodeid.split("[")[0], _value(item, WORLDS)), []).append(item)
+    for (name, ranks), variants in tests.items():
+        others = [{key: repr(value) for key, value in _params(item).items() if key not in WORLDS} for item in variants]
+        chosen = {0} if ranks == 1 and any((name, more) in tests for more in (2, 3)) else set(covering(others, 1))
         for position, item in enumerate(variants):
             if position not in chosen:
                 item.add_marker("again")

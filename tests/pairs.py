@@ -1,4 +1,4 @@
-"""Of a product of parameters, the fewest (nearly) in which every pair of values still meets."""
+"""Of a product of parameters, the fewest (nearly) in which every pair of values still meets, or every value is."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Hashable, Mapping, Sequence
 from itertools import combinations
 
 
-def covering(rows: Sequence[Mapping[str, Hashable]]) -> list[int]:
-    """Positions of rows that together have every pair of values that some row has. Always the same ones.
+def covering(rows: Sequence[Mapping[str, Hashable]], size: int = 2) -> list[int]:
+    """Positions of rows that together have every pair of values that some row has (``size`` 1: every value).
 
-    Greedy: the row with the most pairs that are missing, the first of several.
+    Always the same ones. Greedy: the row with the most pairs that are missing, the first of several.
     """
-    pairs = [set(combinations(sorted(row.items(), key=lambda item: item[0]), 2)) for row in rows]
+    pairs = [set(combinations(sorted(row.items(), key=lambda item: item[0]), size)) for row in rows]
     missing = set[tuple]().union(*pairs)
     chosen = []
     while missing:

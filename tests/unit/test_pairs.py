@@ -26,6 +26,14 @@ def test_every_pair_of_values_is_in_a_chosen_row(sizes):
     assert len(chosen) < len(rows) or len(sizes) == 2
 
 
+def test_every_value_is_in_a_chosen_row_and_no_row_without_need():
+    rows = rows_of(4, 3)
+    chosen = [rows[position] for position in covering(rows, 1)]
+    assert [{row[name] for row in chosen} for name in "ab"] == [{0, 1, 2, 3}, {0, 1, 2}]
+    assert len(chosen) == 4
+    assert covering(rows_of(5), 1) == list(range(5))
+
+
 def test_of_two_parameters_everything_is_needed():
     assert covering(rows_of(4, 5)) == list(range(20))
 
