@@ -12,7 +12,7 @@ ARGS   ?=
 # What needs no further packages: the others have suites of their own.
 OWN    := not optimizers and not frameworks and not package and not docs and not accelerator and not hosts
 
-.PHONY: train test test-all test-optimizers test-frameworks test-migration test-package test-accelerator test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-hosts bench-checkpoint bench-compare clean
+.PHONY: train test test-all test-programs test-optimizers test-frameworks test-migration test-package test-accelerator test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-hosts bench-checkpoint bench-compare clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -26,9 +26,16 @@ $(VENV)/installed: pyproject.toml
 train: $(VENV)/installed
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
 
-# Each test at 1 and 3 ranks; test-all: also the same tests at 2, 4 and 5 (see tests/conftest.py).
+# Each test at 1 and 3 ranks; test-all: also the same tests at 2, 4 and 5 (see tests/conftest.py), and the programs.
 test: lint
-	$(BIN)/python -m pytest -m "not again and $(OWN)" $(ARGS)
+	$(BIN)/python -m pytest -m "not again and not programs and $(OWN)" $(ARGS)
+
+# What a user starts: the examples under torchrun, the command line, programs that are killed, restarted, or end.
+PROGRAMS := tests/test_examples.py tests/test_command_line.py tests/test_program_end.py tests/test_restarts.py \
+	tests/ranks/test_subclass_state.py tests/ranks/test_checkpoint_faults.py tests/unit/test_checkpoint_files.py
+
+test-programs: $(VENV)/installed
+	$(BIN)/python -m pytest $(PROGRAMS) -m "programs and not again and not hosts" $(ARGS)
 
 test-all: lint
 	$(BIN)/python -m pytest -m "$(OWN)" $(ARGS)

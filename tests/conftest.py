@@ -10,7 +10,9 @@ are not in the environment of ``make test`` is not in it even if they are instal
 class and all of heavyball (``optimizers``, ``make test-optimizers``), Lightning and transformers (``frameworks``,
 ``make test-frameworks``), the site (``docs``, ``make test-docs``), what a user installs (``package``,
 ``make test-package``), the simulated device, for which it takes a compiler (``accelerator``,
-``make test-accelerator``), and several hosts, for which it takes root (``hosts``, ``make test-hosts``).
+``make test-accelerator``), and several hosts, for which it takes root (``hosts``, ``make test-hosts``). Programs that a
+user starts (``programs``: examples, the command line) have a target of their own, ``make test-programs``, for the time
+they take.
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ torch.set_num_threads(1)
 
 WORLDS = ("world", "world_size")
 TRANSPORTS = ("transport", "way")
-LEFT_OUT = ("again", "optimizers", "frameworks", "package", "docs", "accelerator", "hosts")  # of make test
+LEFT_OUT = ("again", "programs", "optimizers", "frameworks", "package", "docs", "accelerator", "hosts")  # of make test
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "again: other parameters of a test whose pairs all ran: make test-all")
+    config.addinivalue_line("markers", "programs: what a user starts, in interpreters of its own: make test-programs")
     config.addinivalue_line("markers", "optimizers: every optimizer class of other packages: make test-optimizers")
     config.addinivalue_line("markers", "frameworks: what needs Lightning or transformers: make test-frameworks")
     config.addinivalue_line("markers", "package: the wheel in an environment of its own: make test-package")

@@ -29,6 +29,8 @@ from shardstep.state.plain import MARK
 from shardstep.tools import cli
 from tests.harness import run_ranks
 
+pytestmark = pytest.mark.programs
+
 WIDTH = 5
 EXTRA = {
     "epoch": 4,

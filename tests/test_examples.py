@@ -21,6 +21,8 @@ import torch.distributed as dist
 from tests.harness import run_ranks
 from tests.launch import ENVIRONMENT, ROOT, launcher, torchrun
 
+pytestmark = pytest.mark.programs
+
 FOLDER = ROOT / "examples"
 EXAMPLES = {path.name: path for path in sorted(FOLDER.glob("*.py"))}
 SHARED = "byte_gpt.py"

@@ -13,8 +13,11 @@ import pytest
 from tests.launch import ABORTED_AT_THE_END, ENVIRONMENT, ROOT, launcher
 
 # With so long a switch interval a thread of gloo gets the GIL only when the main thread gives it up by itself.
+pytestmark = pytest.mark.programs
+
 PROGRAM = """
 import sys, torch, torch.distributed as dist
+
 dist.init_process_group("gloo")
 if {sharded}:
     from shardstep import ZeroRedundancyOptimizer

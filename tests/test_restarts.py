@@ -18,6 +18,8 @@ from tests import restart_worker
 from tests.harness import run_ranks
 from tests.oracle import assert_same
 
+pytestmark = pytest.mark.programs
+
 WORKER = Path(restart_worker.__file__)
 LAUNCHER = [sys.executable, "-m", "torch.distributed.run"]
 FATAL_STEP = 7

@@ -167,6 +167,7 @@ def check_newest(parent: Path, allowed: Sequence[int], oracle: Oracle, claim: st
     return number
 
 
+@pytest.mark.programs
 @pytest.mark.long
 @pytest.mark.parametrize("batch", [0, *(pytest.param(n, marks=pytest.mark.again) for n in range(1, BATCHES))])
 def test_a_rank_that_is_killed_in_the_middle_of_a_save_leaves_a_complete_checkpoint(batch: int, tmp_path: Path) -> None:

@@ -146,6 +146,7 @@ def _alone(name: str) -> tuple[None, None, Any, Any]:
     return None, None, theirs, plain
 
 
+@pytest.mark.programs
 @pytest.mark.long
 def test_a_file_of_torchao_is_converted_with_its_module_imported_and_refused_without(tmp_path):
     """In processes of their own: the class is known only where it was imported."""

@@ -578,6 +578,7 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
     assert sorted(taken) == sorted([*harmless, "good"]), done.stdout  # (that one is noticed when an item is read)
 
 
+@pytest.mark.programs
 @pytest.mark.long
 def test_every_reader_refuses_malicious_metadata_under_python_O(tmp_path: Path) -> None:
     """load, inspect and convert, in one process without asserts. Nothing is run, nothing is taken for good."""
