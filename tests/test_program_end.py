@@ -12,9 +12,9 @@ import pytest
 
 from tests.launch import ABORTED_AT_THE_END, ENVIRONMENT, ROOT, launcher
 
-# With so long a switch interval a thread of gloo gets the GIL only when the main thread gives it up by itself.
 pytestmark = pytest.mark.programs
 
+# With so long a switch interval a thread of gloo gets the GIL only when the main thread gives it up by itself.
 PROGRAM = """
 import sys, torch, torch.distributed as dist
 
