@@ -88,7 +88,7 @@ class ReducedGradients(GradientSource):
         self._sharded.check_still_trained()
 
     def stepped(self) -> None:
-        self._reducer.iteration.has_stepped = True
+        self._scheduler.stepped()
 
     def extend(self) -> None:
         if self._shards.buckets:
@@ -151,6 +151,7 @@ class ReducedGradients(GradientSource):
         return whole.view(param.shape)
 
     def tensors(self) -> list[Tensor]:
+        self._reducer.join()  # shards without gradients that somebody took off the parameters become zero
         return [*self._shards.memory(), *self._reducer.tensors()]
 
     def check_params(self, params: Iterable[Tensor]) -> None:
