@@ -227,6 +227,14 @@ def move(group: Group, tensor: Tensor, source: int, target: int | None) -> None:
         tensor.copy_(wire)
 
 
+def broadcast(group: Group, tensor: Tensor, source: int) -> None:
+    """Give all ranks what rank ``source`` has: 1D, contiguous, in place and on its device if the group serves that."""
+    if tensor.device.type not in group.backends:
+        move(group, tensor.view(torch.uint8), source, None)
+    elif group.world_size > 1 and tensor.numel():
+        dist.broadcast(tensor.view(torch.uint8), group=group.process_group, group_src=source)
+
+
 def move_json(group: Group, data: Any, source: int, target: int | None) -> Any:
     """Copy JSON data from rank ``source`` to rank ``target`` (None: to every rank) and return it there.
 

@@ -103,7 +103,7 @@ class DdpScheduler(BackwardScheduler):
     def reduced(self) -> Sequence[int]:
         """The buckets of this round that were brought in, in order. As far as that needs no waiting."""
         current = self._iteration.round
-        if current is None or self._reducer.tells_usage_late:
+        if current is None or self._reducer.used.is_told_late:
             return []
         brought_in = current.sequence[: current.sent - self._reducer.under_way]
         return [part.bucket.position for part in brought_in if part.is_last]

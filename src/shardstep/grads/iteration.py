@@ -134,9 +134,9 @@ class Iteration:
         """Of gradients that were not sent yet: their memory will be used for others."""
         self.arrived = {index: gradient.clone() for index, gradient in self.arrived.items()}
         if self.round is not None and self.round.leaving is not None:
-            gradients, kept = self.round.leaving
-            copies = [None if gradient is None else gradient.clone() for gradient in gradients]
-            self.round.leaving = Leaving(copies, kept)
+            leaving = self.round.leaving
+            copies = [None if gradient is None else gradient.clone() for gradient in leaving.gradients]
+            self.round.leaving = leaving._replace(gradients=copies)
 
     def follow(self, params: Mapping[int, Tensor]) -> None:
         """Parameters were moved to another device: have their gradients there that were not sent yet."""

@@ -140,7 +140,7 @@ class Native(Transport):
 
     def finish(self, scatter: ReduceScatter, divisor: int, out: Tensor) -> None:
         (total,) = scatter.received
-        after = 1 if divisor == 1 else scatter.still_divide
+        after = 1 if divisor == 1 or scatter.still_divide is None else scatter.still_divide
         if total.dtype != out.dtype:
             total = out.copy_(total)
         if after != 1:

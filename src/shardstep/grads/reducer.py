@@ -40,7 +40,7 @@ from shardstep.grads.settings import ReduceSettings
 from shardstep.grads.shards import GradientShards
 from shardstep.grads.summation import sum_dtype
 from shardstep.grads.transports import ReduceTransports
-from shardstep.grads.usage_exchange import UsageExchange
+from shardstep.grads.used_parameters import UsedParameters
 from shardstep.params.sharded_parameters import ShardedParameters
 
 
@@ -67,9 +67,8 @@ class GradientReducer:
         self._replicate = open_side_group(replicate) if replicate is not None else None
         self._reporting = open_side_group(sharded.ranks.everyone) if replicate is not None else group
         self._consensus = consensus
-        self._settings = settings
         self._transports = ReduceTransports(sharded, group, self._reporting, settings)
-        self._usage = UsageExchange(self._reporting)
+        self.used = UsedParameters(sharded, shards, self._transports, self._reporting, settings.find_unused)
         self._arrivals: dict[int, Mark] = {}  # on accelerators, by bucket: when it is in the shard
         self._in_flight: deque[InFlight] = deque()
         self._unmet: list[ReduceScatter] = []  # thrown away, and never met over sockets: their memory must stay
@@ -126,7 +125,7 @@ class GradientReducer:
         self.iteration.misses = 0
         for sent in self._in_flight:
             sent.superseded = True
-        self._usage.forget()
+        self.used.forget()
 
     def _keep_memory(self, scatter: ReduceScatter) -> None:
         """Nobody will meet this one. What was to be sent or received over sockets keeps its memory."""
@@ -156,21 +155,12 @@ class GradientReducer:
 
     def send(self, part: BucketPart, leaving: Leaving, divisor: int) -> None:
         """Send a part of a bucket for which there is room."""
-        here: list[bool] | None = [gradient is not None for gradient in leaving.gradients]
-        assumes = not leaving.has_inputs and not self._transports.of(part).reports
-        if self._asks_for_usage(part):
-            self._usage.add(part.bucket.params, here)
-        elif assumes:  # nobody tells: the other ranks have them, or an error
-            here = [self._sharded.params[index].requires_grad for index in part.bucket.params]
-        if all(here) and not assumes:
-            here = None
-        self._send(part, leaving.gradients, leaving.kept, here, divisor)
+        self._send(part, leaving.gradients, leaving.kept, self.used.here(part, leaving), divisor)
 
     def send_for_nothing(self, part: BucketPart) -> None:
         """Send zeros that other ranks have met, or will, and throw away what arrives."""
-        if self._asks_for_usage(part):
-            self._usage.add(part.bucket.params, [False] * len(part.bucket.params))
-        self._send(part, [None] * len(part.bucket.params), set(), None, 1, of_use=False)
+        zeros = Leaving([None] * len(part.bucket.params), set())
+        self._send(part, zeros.gradients, zeros.kept, self.used.here(part, zeros), 1, of_use=False)
 
     def _send(
         self,
@@ -304,7 +294,7 @@ class GradientReducer:
         if not sent.is_put:
             self._put(sent, transport)
         shard = self._shards.buckets[sent.part.bucket.position]
-        present = self._present(sent, transport)
+        present = self.used.anywhere(sent)
         shard.holding = sent.kept | present
         for index in present if sent.here is not None else ():  # used elsewhere, perhaps not here
             self._expose(index)
@@ -355,52 +345,7 @@ class GradientReducer:
                 sent.scatter = sent.scatter._replace(packed=sent.scatter.packed.clone())
         self.iteration.resend = deque(unmet + list(self.iteration.resend))
 
-    # --- unused parameters ------------------------------------------------------------------------------------------
-
-    def _present(self, sent: InFlight, transport: Transport) -> set[int]:
-        """The parameters for which any rank had a gradient, as far as it is known."""
-        indices = sent.part.bucket.params
-        if self._asks_for_usage(sent.part):
-            shard = self._shards.buckets[sent.part.bucket.position]
-            used = _used(indices, sent.here)
-            shard.uncertain = (shard.uncertain | (set(indices) - sent.kept)) - used
-            return used | shard.uncertain
-        if not transport.reports:
-            self._check_used(indices, sent.here)
-            return _used(indices, sent.here)
-        heard = sent.scatter.reports
-        if sent.here is None or heard is None:
-            return set(indices)
-        anywhere = reports.present_anywhere(heard.messages, len(indices))
-        return {index for index, there in zip(indices, anywhere, strict=True) if there}
-
-    def _asks_for_usage(self, part: BucketPart) -> bool:
-        """Whether the ranks tell each other at the end of a round what they have used of this bucket."""
-        return self._settings.find_unused and not self._transports.of(part).reports
-
-    def _check_used(self, indices: Sequence[int], here: list[bool] | None) -> None:
-        """RuntimeError if a parameter was not used, and the ranks do not tell each other."""
-        for index, one in zip(indices, here or (), strict=here is not None):
-            if not one and self._sharded.params[index].requires_grad:
-                raise RuntimeError(
-                    "shard_gradients expects a gradient for every parameter that requires one, but "
-                    f"{self._sharded.layout.spec_of[index].label} got none in this backward. Pass "
-                    "find_unused_parameters=True if parameters may be unused."
-                )
-
-    @property
-    def tells_usage_late(self) -> bool:
-        """Whether it is not known before the end of a round which parameters have a gradient."""
-        return self._settings.find_unused and not self.reports
-
-    def begin_round(self) -> None:
-        self._usage.begin_round()
-
-    def end_round(self, last: BucketPart) -> None:
-        """Collective. All buckets of a round were sent, ``last`` as the last one."""
-        transport = self._transports.of(last)
-        if isinstance(transport, Native):
-            self._usage.end_round(transport, self._shards.buckets[last.bucket.position].device)
+    # --- reading ----------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Everything was brought in, and is about to be read: the current stream waits for it.
@@ -408,9 +353,8 @@ class GradientReducer:
         The host waits only for the ranks to tell what they have used, if the user has asked for that.
         """
         self.join()
-        if any(shard.uncertain for shard in self._shards.buckets):
-            for index in self._shards.make_certain(self._usage.read()):
-                self._expose(index)
+        for index in self.used.settle():
+            self._expose(index)
 
     def wait_for(self, position: int) -> None:
         """The current stream goes on when this bucket, which was brought in, is in its shard."""
@@ -450,10 +394,6 @@ class GradientReducer:
                 f"the gradients could not be reduced ({self._failure}), so what the ranks have sent each other is "
                 "unknown. Start the processes again, from a checkpoint."
             )
-
-
-def _used(indices: Sequence[int], here: list[bool] | None) -> set[int]:
-    return set(indices) if here is None else {index for index, one in zip(indices, here, strict=True) if one}
 
 
 def _is_met(sent: InFlight) -> bool:

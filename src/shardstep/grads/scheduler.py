@@ -161,7 +161,7 @@ class BackwardScheduler:
         if roll.all_alike:
             self._zero_grads.ranks_are_alike()
         self._replan()
-        self._reducer.begin_round()
+        self._reducer.used.begin_round()
         self._zero_grads.round_begins()
         iteration = self._iteration
         iteration.round, self._turn = Round(self._plan.sequence, self._awaited(), roll.divisor, has_inputs), 0
@@ -268,7 +268,7 @@ class BackwardScheduler:
         current.mark_sent()
         self._turn = current.sent
         if current.is_sent:
-            self._reducer.end_round(part)
+            self._reducer.used.end_round(part)
 
     def _take_bucket(self, position: int) -> Leaving:
         """The gradients of a bucket that is sent now."""
@@ -314,7 +314,7 @@ class BackwardScheduler:
             self._reducer.send_for_nothing(part)
             self._turn += 1
             if self._turn % len(sequence) == 0:
-                self._reducer.end_round(part)
+                self._reducer.used.end_round(part)
         self._reducer.discard()
         self._reducer.drain()
         self._reducer.start_iteration(self._iteration.continued())

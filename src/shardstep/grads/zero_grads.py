@@ -7,8 +7,8 @@ happened here. But every rank calls ``zero_grad`` equally often, and loops repea
 - An interval is what lies between two steps. A call of ``zero_grad`` in it has a position, and throws away whatever was
   reduced since the call, or the step, before it.
 - A call at a position where usually nothing is thrown away is no abort. Any other is: the ranks compare before the next
-  round. ``zero_grad`` in a loop, once or twice, is of the first kind from the third iteration on. When an iteration fails
-  there is no step, so the next calls have positions that no usual interval has.
+  round. ``zero_grad`` in a loop, once or twice, is of the first kind from the third iteration on. When an iteration
+  fails there is no step, so the next calls have positions that no usual interval has.
 - What is usual is what the last two intervals have in common (the first one counts alone). An interval with an abort is
   learned only if the ranks, when they compared, have found themselves alike.
 """
