@@ -20,7 +20,7 @@ from shardstep.comm.codec import decode, dtype_name, dtype_of, encode
 from shardstep.comm.process_group import Group, ProcessGroup
 from shardstep.comm.rank_groups import RankGroups
 from shardstep.engine import Engine
-from shardstep.grads.attendance import Activity, Call, JoinEnded, Roll, expecting_a_step
+from shardstep.grads.attendance import Activity, Call, JoinEnded, Progress, Roll, expecting_a_step
 from shardstep.grads.source import GradientSource, StepGradients
 from shardstep.layout.specs import Layout, Piece
 from shardstep.params.local_optimizer import options_of
@@ -88,15 +88,16 @@ class JoinAttendance:
             self.notify()
         return LentGradients(source, sharded, self, notifies=in_backward) if self.is_uneven else source
 
-    def call_roll(self, iteration: int, aborted: bool, sent: int) -> Roll:
+    def call_roll(self, iteration: int, aborted: bool, progress: Progress) -> Roll:
         """Collective. Before a round of reductions. Called on ranks that have inputs."""
         self.notify()
         if self.is_uneven:
-            return self.roll_of(self.meet(Call(Activity.ROUND, iteration, aborted, sent)))
+            return self.roll_of(self.meet(Call(Activity.ROUND, iteration, aborted, progress.sent)))
         if not aborted:
             return Roll(self._group.world_size)
-        sent_by_all = [row[0] for row in collectives.all_gather_ints(self._group, [sent])]
-        return Roll(self._group.world_size, most_sent=max(sent_by_all))
+        everyone = [Progress(*row) for row in collectives.all_gather_ints(self._group, progress)]
+        most_sent = max(one.sent for one in everyone)
+        return Roll(self._group.world_size, most_sent=most_sent, all_alike=len(set(everyone)) == 1)
 
     def answer_roll(self, sent: int) -> Roll:
         """Collective. Before a round of reductions, on a rank without inputs whose DDP takes part in it."""

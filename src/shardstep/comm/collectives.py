@@ -13,8 +13,8 @@ anything else               one broadcast per shard, all in flight
 ==========================  ============================================================================
 
 Gradients go the other way: on the CPU with gloo every rank gets everybody's part of its shard and sums them itself, in
-one order; elsewhere ``reduce_scatter_tensor`` (equal shards) or one ``reduce`` per shard. Through shared memory, and
-between hosts that have some: see ``params/all_gather.py`` and ``grads/reduce_scatter.py``.
+one order; elsewhere one reduce-scatter does it (``comm/reductions.py``). Through shared memory, and between hosts that
+have some: see ``params/all_gather.py`` and ``grads/reduce_scatter.py``.
 """
 
 from __future__ import annotations
@@ -159,31 +159,6 @@ def swap_pieces(
     return Handle((work,) if work is not None else (), outgoing), list(received.split(list(incoming)))
 
 
-def reduce_shards(group: Group, buffer: Tensor, shards: Sequence[Tensor], total: Tensor) -> Handle:
-    """Start to sum a buffer over the ranks, each rank's shard of it for that rank; this rank's sum goes to ``total``.
-
-    ``shards`` are ranges of ``buffer``. If they are equal and fill it, this is one native reduce-scatter. The buffer
-    is scratch memory afterwards.
-    """
-    if group.world_size == 1:
-        total.copy_(shards[0])
-        return Handle((), buffer)
-    if len({shard.numel() for shard in shards}) == 1 and shards[0].numel() * len(shards) == buffer.numel():
-        work = torch_versions.reduce_scatter(total, buffer, group=group.process_group, async_op=True)
-        return Handle((work,) if work is not None else (), buffer)
-    works = [
-        dist.reduce(
-            total.copy_(shard) if rank == group.rank else shard,
-            group=group.process_group,
-            group_dst=rank,
-            async_op=True,
-        )
-        for rank, shard in enumerate(shards)
-        if shard.numel()
-    ]
-    return Handle(tuple(work for work in works if work is not None), buffer)
-
-
 def all_reduce_mean(group: Group, tensor: Tensor, divisor: int) -> torch.futures.Future[Tensor]:
     """Start to sum a tensor over the ranks, divided by ``divisor``, in place."""
     if divisor != 1:
@@ -250,6 +225,14 @@ def move(group: Group, tensor: Tensor, source: int, target: int | None) -> None:
         dist.recv(wire, group=group.process_group, group_src=source, tag=_TAG)
     if wire is not tensor and group.rank != source:
         tensor.copy_(wire)
+
+
+def broadcast(group: Group, tensor: Tensor, source: int) -> None:
+    """Give all ranks what rank ``source`` has: 1D, contiguous, in place and on its device if the group serves that."""
+    if tensor.device.type not in group.backends:
+        move(group, tensor.view(torch.uint8), source, None)
+    elif group.world_size > 1 and tensor.numel():
+        dist.broadcast(tensor.view(torch.uint8), group=group.process_group, group_src=source)
 
 
 def move_json(group: Group, data: Any, source: int, target: int | None) -> Any:

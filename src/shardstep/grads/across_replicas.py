@@ -33,7 +33,7 @@ class Stage(Enum):
 class AcrossReplicas:
     """One shard on its way across the replicas. Starts when it is made, in the same order on all ranks."""
 
-    def __init__(self, group: Group, total: Tensor, divisor: int, dtype: torch.dtype) -> None:
+    def __init__(self, group: Group, total: Tensor, divisor: float, dtype: torch.dtype) -> None:
         """``total``: the sum of this rank's shard group, which is scratch memory now. ``dtype``: of the mean."""
         self._group, self._divisor, self._dtype = group, divisor, dtype
         self._numel = total.numel()

@@ -38,6 +38,13 @@ class Call(NamedTuple):
         return struct.unpack("dd", struct.pack("qq", self.first, self.second))  # type: ignore[return-value]
 
 
+class Progress(NamedTuple):
+    """How far a rank has come, for the ranks to compare after an iteration was aborted."""
+
+    sent: int  # buckets, so far
+    pattern: int  # of its calls of zero_grad, see zero_grads.py
+
+
 class Roll(NamedTuple):
     """What the ranks know of each other at the start of a round of reductions."""
 
@@ -45,6 +52,7 @@ class Roll(NamedTuple):
     iteration: int | None = None  # in a Join context: the one that the ranks with inputs are in
     most_sent: int | None = None  # if an iteration was aborted: how many buckets the rank ahead has sent
     someone_has_joined: bool = False  # in a Join context: whether a rank is without inputs
+    all_alike: bool = False  # whether the ranks have compared, and all have come as far in the same way
 
 
 class JoinEnded(RuntimeError):
@@ -85,7 +93,7 @@ class Attendance(Protocol):
     def may_be_incomplete(self) -> bool:
         """Whether ranks may be without inputs now, so that what nobody announces to them is not possible."""
 
-    def call_roll(self, iteration: int, aborted: bool, sent: int) -> Roll:
+    def call_roll(self, iteration: int, aborted: bool, progress: Progress) -> Roll:
         """Collective. Before a round. JoinEnded if it is not to begin."""
 
     def answer_roll(self, sent: int) -> Roll:

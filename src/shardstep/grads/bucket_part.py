@@ -48,6 +48,8 @@ class BucketPart:
             self.numel = ends[-1]
         self._segments = list(_all_of(bucket) if count == 1 else _ranges_of(bucket, self.ranges))
         self._selected: dict[tuple[Span, ...], list[Segment]] = {}
+        self._padded: dict[int, list[Segment]] = {}  # by the size of regions
+        self._zeros: Tensor | None = None  # of which padding is made
 
     @property
     def nbytes(self) -> int:
@@ -60,9 +62,25 @@ class BucketPart:
 
     def pack(self, gradients: Sequence[Tensor | None], target: Tensor, *spans: Span) -> Tensor:
         """Copy the bucket's gradients, in its order (None: zeros), as far as they are of these spans (none: all)."""
-        zeros = torch.zeros(1, dtype=self.dtype, device=target.device)
+        return self._copy(gradients, target, self._segments_of(spans))
+
+    def pack_evenly(self, gradients: Sequence[Tensor | None], target: Tensor) -> Tensor:
+        """Copy the gradients to equal regions, one for each rank's share, with zeros behind what is shorter."""
+        stride = target.numel() // len(self.spans)
+        if stride not in self._padded:
+            self._padded[stride] = [one for low, high in self.spans for one in self._region(low, high, stride)]
+        return self._copy(gradients, target, self._padded[stride])
+
+    def _region(self, low: int, high: int, stride: int) -> Iterator[Segment]:
+        yield from _between(self._segments, low, high)
+        if high - low < stride:
+            yield Segment(None, 0, stride - high + low, False)
+
+    def _copy(self, gradients: Sequence[Tensor | None], target: Tensor, segments: Sequence[Segment]) -> Tensor:
+        if self._zeros is None or self._zeros.device != target.device:
+            self._zeros = torch.zeros(1, dtype=self.dtype, device=target.device)
         with torch.no_grad():
-            sources = [_source(gradients, segment, zeros) for segment in self._segments_of(spans)]
+            sources = [_source(gradients, segment, self._zeros) for segment in segments]
             if sources:
                 torch.cat(sources, out=target)
         return target

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from shardstep.grads.kinds import by_kind
+
 
 def checked_order(norm_type: float, what: str = "norm_type") -> float:
     """ValueError unless there is such a norm. (Those of order 0 and below do not add up over pieces.)"""
@@ -25,5 +27,10 @@ def scale(gradients: Sequence[Tensor], norm: Tensor, max_norm: float, order: flo
         )
     # No branch on the value: the host need not wait for an accelerator.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for gradient in gradients:
-        gradient.detach().mul_(factor.to(gradient.device, gradient.real.dtype))
+    for places in by_kind(gradients):
+        first, *others = (gradients[place].detach() for place in places)
+        scale = factor.to(first.device, first.dtype.to_real(), non_blocking=True)
+        if others:
+            torch._foreach_mul_([first, *others], scale)
+        else:
+            first.mul_(scale)

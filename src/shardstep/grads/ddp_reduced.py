@@ -120,8 +120,12 @@ class DdpReducedGradients(SteppedByHook, ReducedGradients):
         return self._scheduler.reduced()
 
     def bind_reduced(self, positions: Iterable[int]) -> None:
-        """Give the pieces of buckets that were reduced their gradients, while others are under way."""
+        """Give the pieces of buckets that were reduced their gradients, while others are under way.
+
+        On an accelerator the current stream waits for these buckets, and for no others.
+        """
         for position in positions:
+            self._reducer.wait_for(position)
             self._shards.bind(position)
 
     def check_complete(self) -> None:

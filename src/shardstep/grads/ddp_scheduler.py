@@ -28,9 +28,9 @@ class DdpScheduler(BackwardScheduler):
 
     someone_has_joined = False  # in a Join context: whether a rank was without inputs in the last round
 
-    def _begin_with(self, roll: Roll) -> Round:
+    def _begin_with(self, roll: Roll, has_inputs: bool = True) -> Round:
         self.someone_has_joined = roll.someone_has_joined
-        return super()._begin_with(roll)
+        return super()._begin_with(roll, has_inputs)
 
     def begin(self) -> None:
         """Collective. DDP hands over its first bucket."""
@@ -103,7 +103,7 @@ class DdpScheduler(BackwardScheduler):
     def reduced(self) -> Sequence[int]:
         """The buckets of this round that were brought in, in order. As far as that needs no waiting."""
         current = self._iteration.round
-        if current is None:
+        if current is None or self._reducer.used.is_told_late:
             return []
         brought_in = current.sequence[: current.sent - self._reducer.under_way]
         return [part.bucket.position for part in brought_in if part.is_last]

@@ -50,6 +50,7 @@ class Leaving(NamedTuple):
 
     gradients: list[Tensor | None]  # in its order
     kept: set[int]  # parameters to whose reduced gradient this one is added
+    has_inputs: bool = True  # False: this rank takes part with zeros, in a Join context
 
 
 @dataclass
@@ -59,6 +60,7 @@ class Round:
     sequence: Sequence[BucketPart]
     waiting: list[int]  # by bucket: how many of its parameters have not come; below 0: it was sent, or a part of it
     divisor: int
+    has_inputs: bool = True  # False: this rank takes part with zeros, in a Join context
     sent: int = 0  # of the sequence
     seen: set[int] = field(default_factory=set)  # the parameters that have come
     leaving: Leaving | None = None  # of the bucket whose first part was sent, until its last is
@@ -94,7 +96,6 @@ class Iteration:
     def __init__(self, number: int, after_abort: bool = False) -> None:
         self.number = number  # counted by zero_grad, alike on all ranks
         self.after_abort = after_abort  # the one before was aborted: compare with the other ranks before the next round
-        self.has_stepped = False
         self.arrived: dict[int, Tensor] = {}  # gradients that were not sent yet
         self.fresh: set[int] = set()  # parameters with a new gradient, to which nothing earlier is added
         self.round: Round | None = None  # the last one
@@ -133,9 +134,9 @@ class Iteration:
         """Of gradients that were not sent yet: their memory will be used for others."""
         self.arrived = {index: gradient.clone() for index, gradient in self.arrived.items()}
         if self.round is not None and self.round.leaving is not None:
-            gradients, kept = self.round.leaving
-            copies = [None if gradient is None else gradient.clone() for gradient in gradients]
-            self.round.leaving = Leaving(copies, kept)
+            leaving = self.round.leaving
+            copies = [None if gradient is None else gradient.clone() for gradient in leaving.gradients]
+            self.round.leaving = leaving._replace(gradients=copies)
 
     def follow(self, params: Mapping[int, Tensor]) -> None:
         """Parameters were moved to another device: have their gradients there that were not sent yet."""
@@ -144,7 +145,6 @@ class Iteration:
     def continued(self) -> Iteration:
         """The next one, with the gradients that were not sent in this."""
         following = Iteration(self.number + 1)
-        following.has_stepped = self.has_stepped
         following.arrived, following.fresh = dict(self.arrived), set(self.fresh)
         return following
 
@@ -163,6 +163,7 @@ class InFlight:
     is_exchanged: bool = False  # whether all that can be started was
     superseded: bool = False  # thrown away, or sent again
     across: AcrossReplicas | None = None  # on a mesh: once it was met, its way across the replicas
+    is_put: bool = False  # on accelerators: all was launched that puts it into the shard
 
     @property
     def part(self) -> BucketPart:

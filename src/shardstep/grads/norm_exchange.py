@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardstep.comm.checked_gather import CheckedGather
+from shardstep.grads.norms import norms_of
 from shardstep.layout.specs import Layout
 
 Local = Callable[[int], Tensor | None]  # this rank's piece of a parameter's gradient, if it has one
@@ -26,6 +27,7 @@ class NormExchange:
         self._norms: dict[tuple[float, torch.dtype], Tensor] = {}  # by order and dtype: of all parameters
         self._layout: Layout | None = None
         self._longest = 0  # how many pieces the rank with the most of them has
+        self._mine: list[int] = []  # the parameters of this rank's pieces
         self._line_of: dict[int, int] = {}  # of the table, by parameter
         self._table = torch.empty(0, dtype=torch.int64)  # where in all ranks' rows the norms of its pieces are
 
@@ -44,26 +46,30 @@ class NormExchange:
             self._state, self._norms = state, {}
         if layout is not self._layout:
             self._plan(layout)
-        rows = self._ranks.gather_rows(what, self._row(layout, local, order, like))
+        if self._table.device != like.device:
+            self._table = self._table.to(like.device)
+        rows = self._ranks.gather_rows(what, self._row(local, order, like))
         parts = torch.cat([rows.reshape(-1), rows.new_zeros(1)])  # the zero: for what has fewer pieces than others
-        self._norms[order, like.dtype] = torch.linalg.vector_norm(parts[self._table.to(like.device)], order, dim=1)
+        self._norms[order, like.dtype] = torch.linalg.vector_norm(parts[self._table], order, dim=1)
 
-    def _row(self, layout: Layout, local: Local, order: float, like: Tensor) -> Tensor:
+    def _row(self, local: Local, order: float, like: Tensor) -> Tensor:
         """The norms of this rank's pieces, in the order of the layout."""
+        gradients = [local(index) for index in self._mine]
+        there = [gradient for gradient in gradients if gradient is not None]
         row = like.new_zeros(self._longest)
-        norms = []
-        for piece in layout.pieces(self._ranks.rank):
-            gradient = local(piece.param)
-            if gradient is None:
-                norms.append(row[0])  # which is zero still
-            else:
-                dtype = like.dtype.to_complex() if gradient.is_complex() else like.dtype
-                norms.append(torch.linalg.vector_norm(gradient, order, dtype=dtype).to(like.device))
-        return torch.cat([torch.stack(norms), row[len(norms) :]]) if norms else row
+        if not there:
+            return row
+        norms = norms_of(there, order, like.device, like.dtype)
+        if len(there) == len(gradients):
+            return torch.cat([norms, row[len(gradients) :]])
+        found = iter(norms.unbind())
+        values = [row[0] if gradient is None else next(found) for gradient in gradients]  # (it is zero)
+        return torch.cat([torch.stack(values), row[len(values) :]])
 
     def _plan(self, layout: Layout) -> None:
         """Read off the layout what every rank's row holds."""
         owned = [layout.pieces(rank) for rank in range(layout.world_size)]
+        self._mine = [piece.param for piece in owned[self._ranks.rank]]
         self._longest = max(1, *map(len, owned))
         places: dict[int, list[int]] = {spec.index: [] for spec in layout.specs}
         for rank, pieces in enumerate(owned):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardstep.comm.checked_gather import CheckedGather
+from shardstep.grads.kinds import by_kind, stacked
 
 
 def norm_over_ranks(
@@ -23,10 +24,22 @@ def norm_over_ranks(
 
 def local_norm(tensors: Sequence[Tensor], order: float, device: torch.device, wide: torch.dtype) -> Tensor:
     """The norm of these tensors together, 0-dim. (``torch.nn.utils.get_total_norm`` adds half precision up in half.)"""
-    norms = [torch.linalg.vector_norm(tensor, order, dtype=_wider(tensor.dtype, wide)).to(device) for tensor in tensors]
-    if not norms:
+    if not tensors:
         return torch.zeros((), dtype=wide, device=device)
-    return torch.linalg.vector_norm(torch.stack([norm.to(wide) for norm in norms]), order)
+    return torch.linalg.vector_norm(norms_of(tensors, order, device, wide), order)
+
+
+def norms_of(tensors: Sequence[Tensor], order: float, device: torch.device, wide: torch.dtype) -> Tensor:
+    """The norm of each of these tensors, added up in ``wide``: one call per device and dtype."""
+    norms: dict[int, Tensor] = {}
+    for places in by_kind(tensors):
+        dtype = _wider(tensors[places[0]].dtype, wide)
+        if len(places) == 1:
+            found = [torch.linalg.vector_norm(tensors[places[0]], order, dtype=dtype)]
+        else:
+            found = torch._foreach_norm([tensors[place] for place in places], order, dtype)
+        norms.update(zip(places, found, strict=True))
+    return stacked([norms[place] for place in range(len(tensors))], device).to(wide)
 
 
 def wide_dtype(params: Iterable[Tensor]) -> torch.dtype:

@@ -7,7 +7,7 @@ CPU, gloo, memory shared    ``ThroughSharedMemory``: every rank packs what other
                             Several hosts: the ranks of a host add up what owners on other hosts need
                             of it, each its share, and send them that: it crosses once per direction
 CPU, gloo, otherwise        ``BetweenPairs``: packed once, then messages between every pair of ranks
-other backends              ``Native``: ``reduce_scatter_tensor``, or one ``reduce`` per owner
+other backends              ``Native`` (``native.py``): one reduce-scatter of the backend
 ==========================  ============================================================================
 
 The order of a sum is the same in the first two (see ``summation.py``).
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple, Protocol
 
 import torch
@@ -41,6 +42,7 @@ class ReduceScatter(NamedTuple):
     data: Handle
     received: list[Tensor]  # what is added up: everybody's of my share, by rank; sums of hosts; or the sum
     slot: Tensor | None = None  # of shared memory
+    still_divide: float | None = None  # what is left to divide by; None: nothing was divided yet
 
     def tensors(self) -> list[Tensor]:
         """Its memory, without that of its own share, which is the shard's."""
@@ -65,11 +67,20 @@ Report = Callable[[bytes], Messages]  # tell all ranks something, and start to h
 Source = Sequence[Tensor | None] | ReduceScatter
 
 
+class Sending(NamedTuple):
+    """What goes along with a part."""
+
+    report: bytes
+    tag: int  # the same for what is to meet
+    divisor: int  # by which the sum will be divided
+
+
 class Transport(ABC):
     """How parts of buckets are reduced. Stateless: all that is under way is in what ``start`` returns."""
 
     reports = True  # whether a report goes along
     can_wait_again = False  # whether the data may be waited for with a limit
+    enqueues = False  # whether waiting is a matter of streams, so that all can be launched when the part is sent
 
     def __init__(self, group: Group, report: Report, summation: Summation) -> None:
         self._group = group
@@ -77,12 +88,21 @@ class Transport(ABC):
         self._summation = summation
 
     @abstractmethod
-    def start(self, part: BucketPart, source: Source, own: Tensor, report: bytes, tag: int) -> ReduceScatter:
+    def start(self, part: BucketPart, source: Source, own: Tensor, sending: Sending) -> ReduceScatter:
         """Pack a part of these gradients, start to give everybody their share, and tell about it.
 
         ``source`` may be a part that was not met: then it is reported once more. ``own``: memory for this rank's share,
-        the same one again if it is reported again. ``tag``: the same for what is to meet.
+        the same one again if it is reported again.
         """
+
+    def share_numel(self, part: BucketPart) -> int:
+        """How many elements the memory for this rank's share should have, so that what arrives fits there."""
+        low, high = self.mine(part)
+        return high - low
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        """Where what is done with arriving data belongs: on accelerators a stream beside the computation."""
+        return nullcontext()
 
     def exchange(self, scatter: ReduceScatter) -> ReduceScatter:
         """All ranks are in the same bucket, as they report: start what could not be started before.
@@ -107,9 +127,9 @@ class Transport(ABC):
 class BetweenPairs(Transport):
     """Messages between every pair of ranks."""
 
-    def start(self, part: BucketPart, source: Source, own: Tensor, report: bytes, tag: int) -> ReduceScatter:
+    def start(self, part: BucketPart, source: Source, own: Tensor, sending: Sending) -> ReduceScatter:
         if isinstance(source, ReduceScatter):
-            return source._replace(reports=self._report(report))
+            return source._replace(reports=self._report(sending.report))
         rank = self._group.rank
         packed = torch.empty(part.numel - own.numel(), dtype=part.dtype, device="cpu")
         part.pack(source, packed, *part.without(rank))
@@ -117,9 +137,9 @@ class BetweenPairs(Transport):
         others = [other for other in range(self._group.world_size) if other != rank]
         outgoing = {other: _span_for(other, packed, rank, part) for other in others}
         incoming = {other: torch.empty_like(own) for other in others}
-        data = collectives.swap(self._group, outgoing, incoming, tag)
+        data = collectives.swap(self._group, outgoing, incoming, sending.tag)
         received = [incoming.get(other, own) for other in range(self._group.world_size)]
-        return ReduceScatter(part, self._report(report), packed, own, data, received)
+        return ReduceScatter(part, self._report(sending.report), packed, own, data, received)
 
 
 class ThroughSharedMemory(Transport):
@@ -143,7 +163,7 @@ class ThroughSharedMemory(Transport):
         self._take_slot = take_slot
         self._regions: dict[tuple[int, BucketPart], SlotRegions] = {}  # by address of the slot
 
-    def start(self, part: BucketPart, source: Source, own: Tensor, report: bytes, tag: int) -> ReduceScatter:
+    def start(self, part: BucketPart, source: Source, own: Tensor, sending: Sending) -> ReduceScatter:
         slot = self._take_slot()
         packed = self._regions_in(slot, part).mine
         if isinstance(source, ReduceScatter):
@@ -152,7 +172,7 @@ class ThroughSharedMemory(Transport):
             rank = self._group.rank
             part.pack(source, packed, *part.without(rank))
             part.pack(source, own, part.spans[rank])
-        return ReduceScatter(part, self._report(report), packed, own, Handle(()), [], slot)
+        return ReduceScatter(part, self._report(sending.report), packed, own, Handle(()), [], slot)
 
     def exchange(self, scatter: ReduceScatter) -> ReduceScatter:
         assert scatter.slot is not None
@@ -249,31 +269,3 @@ def _region_bytes(part: BucketPart, writer: int) -> int:
     """Room for what a rank writes, up to the next boundary of 64 bytes."""
     low, high = part.spans[writer]
     return -(-(part.numel - high + low) * part.dtype.itemsize // 64) * 64
-
-
-class Native(Transport):
-    """The backend's own reduce-scatter, in the order that it chooses, on the gradients' device."""
-
-    reports = False
-
-    def __init__(self, group: Group, report: Report, summation: Summation, device: torch.device) -> None:
-        super().__init__(group, report, summation)
-        self._device = device
-
-    def start(self, part: BucketPart, source: Source, own: Tensor, report: bytes, tag: int) -> ReduceScatter:
-        gradients = [] if isinstance(source, ReduceScatter) else source
-        shard = part.bucket.equal_shard
-        numel = part.numel if shard is None else shard * self._group.world_size
-        buffer = torch.empty(numel, dtype=part.dtype, device=self._device)
-        part.pack(gradients, buffer[: part.numel])
-        buffer[part.numel :].zero_()
-        bounds = part.spans if shard is None else [(r * shard, (r + 1) * shard) for r in range(len(part.spans))]
-        shards = [buffer[low:high] for low, high in bounds]
-        total = torch.empty_like(shards[self._group.rank])
-        handle = collectives.reduce_shards(self._group, buffer, shards, total)
-        low, high = self.mine(part)
-        return ReduceScatter(part, None, buffer, own, handle, [total[: high - low]])
-
-    def finish(self, scatter: ReduceScatter, divisor: int, out: Tensor) -> None:
-        (total,) = scatter.received
-        self._summation.mean_of_pieces([total], divisor, out)

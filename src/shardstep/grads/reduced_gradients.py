@@ -88,7 +88,7 @@ class ReducedGradients(GradientSource):
         self._sharded.check_still_trained()
 
     def stepped(self) -> None:
-        self._reducer.iteration.has_stepped = True
+        self._scheduler.stepped()
 
     def extend(self) -> None:
         if self._shards.buckets:
@@ -141,16 +141,20 @@ class ReducedGradients(GradientSource):
         self.complete()
         if not self._shards.has(index):
             return None
-        param, local = self._sharded.params[index], self._shards.local(index)
-        whole = torch.empty(param.numel(), dtype=self._shards.dtype_of(index), device=param.device)
-        for rank, piece in self._sharded.layout.pieces_of(index):
-            span = whole[piece.start : piece.stop]
-            if rank == self._group.rank and local is not None:
-                span.copy_(local)
-            collectives.move(self._group, span.view(torch.uint8), rank, None)
-        return whole.view(param.shape)
+        param, owned = self._sharded.params[index], self._sharded.layout.pieces_of(index)
+        longest = max((piece.numel for _, piece in owned), default=0)
+        row = torch.zeros(longest, dtype=self._shards.dtype_of(index), device=param.device)
+        local = self._shards.local(index)
+        if local is not None:
+            row[: local.numel()] = local
+        if len(owned) == 1:
+            collectives.broadcast(self._group, row, owned[0][0])
+            return row.view(param.shape)
+        rows = collectives.all_gather_rows(self._group, row.view(torch.uint8)).view(row.dtype)
+        return torch.cat([rows[rank, : piece.numel] for rank, piece in owned] or [row]).view(param.shape)
 
     def tensors(self) -> list[Tensor]:
+        self._reducer.join()  # shards without gradients that somebody took off the parameters become zero
         return [*self._shards.memory(), *self._reducer.tensors()]
 
     def check_params(self, params: Iterable[Tensor]) -> None:

@@ -26,19 +26,21 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from shardstep.comm import collectives
 from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.phases import phase
 from shardstep.comm.process_group import Group, open_side_group
+from shardstep.comm.streams import Mark
 from shardstep.grads import reports
 from shardstep.grads.across_replicas import AcrossReplicas
 from shardstep.grads.bucket_part import BucketPart
 from shardstep.grads.iteration import InFlight, Iteration, IterationState, Leaving
-from shardstep.grads.reduce_scatter import ReduceScatter, Transport
+from shardstep.grads.native import Native
+from shardstep.grads.reduce_scatter import ReduceScatter, Sending, Transport
 from shardstep.grads.settings import ReduceSettings
 from shardstep.grads.shards import GradientShards
 from shardstep.grads.summation import sum_dtype
 from shardstep.grads.transports import ReduceTransports
+from shardstep.grads.used_parameters import UsedParameters
 from shardstep.params.sharded_parameters import ShardedParameters
 
 
@@ -65,8 +67,9 @@ class GradientReducer:
         self._replicate = open_side_group(replicate) if replicate is not None else None
         self._reporting = open_side_group(sharded.ranks.everyone) if replicate is not None else group
         self._consensus = consensus
-        self._settings = settings
         self._transports = ReduceTransports(sharded, group, self._reporting, settings)
+        self.used = UsedParameters(sharded, shards, self._transports, self._reporting, settings.find_unused)
+        self._arrivals: dict[int, Mark] = {}  # on accelerators, by bucket: when it is in the shard
         self._in_flight: deque[InFlight] = deque()
         self._unmet: list[ReduceScatter] = []  # thrown away, and never met over sockets: their memory must stay
         self._failure = ""
@@ -75,6 +78,7 @@ class GradientReducer:
 
     def extend(self) -> None:
         """Take over the buckets that were added. Collective."""
+        self.join()
         self._transports.extend(self._shards.buckets)
 
     @property
@@ -103,7 +107,7 @@ class GradientReducer:
         under_way = [tensor for sent in all_sent for tensor in sent.scatter.tensors()]
         under_way += [sent.scatter.own for sent in all_sent if sent.kept]  # else it is the shard's memory, see _room
         under_way += [tensor for sent in all_sent if sent.across is not None for tensor in sent.across.tensors()]
-        return [*self.iteration.arrived.values(), *under_way]
+        return [*self.iteration.arrived.values(), *under_way, *self._transports.tensors()]
 
     # --- iterations -----------------------------------------------------------------------------------------------
 
@@ -121,6 +125,7 @@ class GradientReducer:
         self.iteration.misses = 0
         for sent in self._in_flight:
             sent.superseded = True
+        self.used.forget()
 
     def _keep_memory(self, scatter: ReduceScatter) -> None:
         """Nobody will meet this one. What was to be sent or received over sockets keeps its memory."""
@@ -150,8 +155,12 @@ class GradientReducer:
 
     def send(self, part: BucketPart, leaving: Leaving, divisor: int) -> None:
         """Send a part of a bucket for which there is room."""
-        here = [gradient is not None for gradient in leaving.gradients]
-        self._send(part, leaving.gradients, leaving.kept, None if all(here) else here, divisor)
+        self._send(part, leaving.gradients, leaving.kept, self.used.here(part, leaving), divisor)
+
+    def send_for_nothing(self, part: BucketPart) -> None:
+        """Send zeros that other ranks have met, or will, and throw away what arrives."""
+        zeros = Leaving([None] * len(part.bucket.params), set())
+        self._send(part, zeros.gradients, zeros.kept, self.used.here(part, zeros), 1, of_use=False)
 
     def _send(
         self,
@@ -160,23 +169,40 @@ class GradientReducer:
         kept: set[int],
         here: list[bool] | None,
         divisor: int,
+        of_use: bool = True,
     ) -> None:
         self.check()
         self.sent += 1
-        tag = self._tag(part)
+        tag, transport = self._tag(part), self._transports.of(part)
         with phase("shardstep::reduce"), self._failing():
-            own = source.own if isinstance(source, ReduceScatter) else self._room(part, kept)
-            scatter = self._transports.of(part).start(part, source, own, self._report(part, kept, here), tag)
-            self._in_flight.append(InFlight(scatter, kept, here, divisor, self.iteration, self.iteration.number, tag))
+            own = source.own if isinstance(source, ReduceScatter) else self._room(part, kept, of_use)
+            scatter = transport.start(part, source, own, Sending(self._report(part, kept, here), tag, divisor))
+            sent = InFlight(scatter, kept, here, divisor, self.iteration, self.iteration.number, tag)
+            sent.superseded = not of_use
+            self._in_flight.append(sent)
+            if transport.enqueues:
+                self._launch(sent, transport)
             self._exchange_what_met()
 
-    def _room(self, part: BucketPart, kept: set[int]) -> Tensor:
+    def _launch(self, sent: InFlight, transport: Transport) -> None:
+        """On an accelerator: all that is to be done with what arrives, in stream order."""
+        assert isinstance(transport, Native)
+        sent.is_exchanged = True
+        with transport.on_stream():
+            self._receive(sent, None)
+            if not sent.is_over:
+                self._put(sent, transport)
+        sent.is_put, self._arrivals[sent.part.bucket.position] = True, transport.mark()
+
+    def _room(self, part: BucketPart, kept: set[int], of_use: bool) -> Tensor:
         """Memory for this rank's share of a part: of its shard, unless that holds gradients to which it is added."""
         shard = self._shards.buckets[part.bucket.position]
-        low, high = self._transports.of(part).mine(part)
-        if kept and shard.shard is not None:
-            return torch.empty(high - low, dtype=shard.dtype, device=shard.device)
-        return shard.room(low, high)
+        transport = self._transports.of(part)
+        low, high = transport.mine(part)
+        if of_use and not (kept and shard.shard is not None):
+            return shard.room(low, high)
+        with transport.on_stream():  # where alone it is used
+            return torch.empty(transport.share_numel(part), dtype=shard.dtype, device=shard.device)[: high - low]
 
     def _exchange_what_met(self) -> None:
         """Start what could not be started before all ranks were known to be in the same bucket."""
@@ -230,14 +256,13 @@ class GradientReducer:
                 return False
             self._exchange(sent)
             self._exchange_what_met()
-            if sent.is_exchanged and not self._receive(sent, patience):
+            if sent.is_exchanged and not sent.is_put and not self._receive(sent, patience):
                 return False
             self._in_flight.popleft()
             self._transports.release()
             if not sent.is_exchanged:
                 self._draw_conclusions(sent)
-                return True
-            if not sent.is_over:
+            elif not sent.is_over:
                 self._add(sent)
         return True
 
@@ -258,25 +283,34 @@ class GradientReducer:
             device = self._shards.buckets[sent.part.bucket.position].device
             total = torch.empty(high - low, dtype=sum_dtype(sent.part.dtype), device=device)
             transport.finish(sent.scatter, 1, total)
-            sent.across = AcrossReplicas(self._replicate, total, sent.divisor, sent.part.dtype)
+            divisor = sent.divisor if sent.scatter.still_divide is None else sent.scatter.still_divide
+            sent.across = AcrossReplicas(self._replicate, total, divisor, sent.part.dtype)
         return sent.across.advance(patience)
 
     def _add(self, sent: InFlight) -> None:
-        """Add what arrived to this rank's shard."""
+        """Add what arrived to this rank's shard, and note which parameters have a gradient there."""
         self.iteration.misses, self.iteration.behind = 0, []
-        part, shard = sent.part, self._shards.buckets[sent.part.bucket.position]
-        transport = self._transports.of(part)
-        low, high = transport.mine(part)
+        transport = self._transports.of(sent.part)
+        if not sent.is_put:
+            self._put(sent, transport)
+        shard = self._shards.buckets[sent.part.bucket.position]
+        present = self.used.anywhere(sent)
+        shard.holding = sent.kept | present
+        for index in present if sent.here is not None else ():  # used elsewhere, perhaps not here
+            self._expose(index)
+
+    def _put(self, sent: InFlight, transport: Transport) -> None:
+        shard = self._shards.buckets[sent.part.bucket.position]
+        low, high = transport.mine(sent.part)
         if sent.kept and shard.shard is not None:
             self._finish(sent, transport, sent.scatter.own)
             shard.add(low, high, sent.scatter.own, sent.kept)
         else:
             self._finish(sent, transport, shard.room(low, high))
-        present = self._present(sent, transport)
-        shard.holding = sent.kept | present
-        for index in present if sent.here is not None else ():  # used elsewhere, perhaps not here
-            if index not in self.iteration.arrived and self._sharded.params[index].grad is None:
-                self._shards.expose(index)
+
+    def _expose(self, index: int) -> None:
+        if index not in self.iteration.arrived and self._sharded.params[index].grad is None:
+            self._shards.expose(index)
 
     def _finish(self, sent: InFlight, transport: Transport, out: Tensor) -> None:
         """Put the mean of what arrived into ``out``."""
@@ -311,30 +345,25 @@ class GradientReducer:
                 sent.scatter = sent.scatter._replace(packed=sent.scatter.packed.clone())
         self.iteration.resend = deque(unmet + list(self.iteration.resend))
 
-    def _present(self, sent: InFlight, transport: Transport) -> set[int]:
-        """The parameters for which any rank had a gradient."""
-        indices = sent.part.bucket.params
-        if not transport.reports:
-            return self._present_on_accelerators(indices, sent.here or [True] * len(indices))
-        heard = sent.scatter.reports
-        if sent.here is None or heard is None:
-            return set(indices)
-        anywhere = reports.present_anywhere(heard.messages, len(indices))
-        return {index for index, there in zip(indices, anywhere, strict=True) if there}
+    # --- reading ----------------------------------------------------------------------------------------------------
 
-    def _present_on_accelerators(self, indices: Sequence[int], here: list[bool]) -> set[int]:
-        """There the ranks report only if the user wishes, because it makes the host wait."""
-        if self._settings.find_unused:
-            rows = collectives.all_gather_ints(self._reporting, [int(one) for one in here])
-            return {index for index, *there in zip(indices, *rows, strict=True) if any(there)}
-        for index, one in zip(indices, here, strict=True):
-            if not one and self._sharded.params[index].requires_grad:
-                raise RuntimeError(
-                    "shard_gradients expects a gradient for every parameter that requires one, but "
-                    f"{self._sharded.layout.spec_of[index].label} got none in this backward. Pass "
-                    "find_unused_parameters=True if parameters may be unused."
-                )
-        return {index for index, one in zip(indices, here, strict=True) if one}
+    def settle(self) -> None:
+        """Everything was brought in, and is about to be read: the current stream waits for it.
+
+        The host waits only for the ranks to tell what they have used, if the user has asked for that.
+        """
+        self.join()
+        for index in self.used.settle():
+            self._expose(index)
+
+    def wait_for(self, position: int) -> None:
+        """The current stream goes on when this bucket, which was brought in, is in its shard."""
+        if position in self._arrivals:
+            self._arrivals[position].wait()
+
+    def join(self) -> None:
+        """The current stream goes on when everything that was sent is where it belongs. The host does not wait."""
+        self._transports.join()
 
     # --- failing --------------------------------------------------------------------------------------------------
 

@@ -9,8 +9,9 @@ what arrives is summed into this rank's shard.
 If a rank raises in its forward or backward, the others wait for it in theirs. They must come back, so that the program
 can decide on all ranks to skip the batch: a hook waits for a limited time only, then keeps what it could not send and
 lets backward end. ``zero_grad`` begins a new iteration; what was sent before it is recognised as old wherever it is met
-(see ``reducer.py``). On accelerators nothing is reported with a bucket: there ``zero_grad`` without a step since the
-last one makes the ranks compare how many buckets each has sent before the next round, and throw the surplus away.
+(see ``reducer.py``). On accelerators nothing is reported with a bucket: there a ``zero_grad`` that is none of the usual
+ones (see ``zero_grads.py``) makes the ranks compare how many buckets each has sent before the next round, and throw the
+surplus away.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import torch
 from torch import Tensor
 
 from shardstep.comm import collectives
-from shardstep.grads.attendance import Attendance, JoinEnded, Roll
+from shardstep.grads.attendance import Attendance, JoinEnded, Progress, Roll
 from shardstep.grads.iteration import Iteration, IterationState, Leaving, Round, RoundPlan
 from shardstep.grads.reducer import GradientReducer
 from shardstep.grads.settings import ReduceSettings
 from shardstep.grads.sharded_gradient import ShardedGradient
 from shardstep.grads.shards import GradientShards
+from shardstep.grads.zero_grads import ZeroGradRule
 from shardstep.params.relocation import Relocation
 from shardstep.params.sharded_parameters import ShardedParameters
 
@@ -58,6 +60,7 @@ class BackwardScheduler:
         self.syncs = True  # False within no_sync
         self._order: list[int] = []  # of all buckets
         self._plan = RoundPlan([], [], [])
+        self._zero_grads = ZeroGradRule()
         self._turn = 0  # of the sequence: where this rank was when an iteration was aborted
         self.steps_in_backward = False  # then backward waits for the other ranks as long as the group does
 
@@ -76,6 +79,7 @@ class BackwardScheduler:
         self._relocation.agree()
         if self._reducer.is_busy or self._reducer.under_way or self._iteration.is_open:
             self._complete(None)  # it was sent, or is to be, from where they have been
+        self._reducer.settle()
         self.throw_leftovers_away()
         self._relocation.follow()
         self._shards.follow()
@@ -141,21 +145,26 @@ class BackwardScheduler:
         iteration = self._iteration
         compares = iteration.after_abort and not self._reducer.reports
         try:
-            roll = self._attendance.call_roll(iteration.number, compares, self._reducer.sent)
+            state = Progress(self._reducer.sent, self._zero_grads.pattern)
+            roll = self._attendance.call_roll(iteration.number, compares, state)
         except JoinEnded:  # this iteration was not begun on the ranks without inputs
             iteration.number -= 1
             raise
         return self._begin_with(roll)
 
-    def _begin_with(self, roll: Roll) -> Round:
-        self._replan()
+    def _begin_with(self, roll: Roll, has_inputs: bool = True) -> Round:
         self._iteration.after_abort = False
         if roll.iteration is not None:
             self._iteration.number = roll.iteration
         if roll.most_sent is not None:
-            self.catch_up(roll.most_sent)
+            self.catch_up(roll.most_sent)  # in the order of the round that was aborted
+        if roll.all_alike:
+            self._zero_grads.ranks_are_alike()
+        self._replan()
+        self._reducer.used.begin_round()
+        self._zero_grads.round_begins()
         iteration = self._iteration
-        iteration.round, self._turn = Round(self._plan.sequence, self._awaited(), roll.divisor), 0
+        iteration.round, self._turn = Round(self._plan.sequence, self._awaited(), roll.divisor, has_inputs), 0
         iteration.become(IterationState.REDUCING)
         return iteration.round
 
@@ -187,6 +196,11 @@ class BackwardScheduler:
         if self._iteration.arrived and not self._iteration.is_open:
             self._begin()
         self._complete(None)
+        self._reducer.settle()
+
+    def stepped(self) -> None:
+        """A step was made of these gradients."""
+        self._zero_grads.stepped()
 
     def _check(self) -> None:
         """RuntimeError if there are no gradients to be had in this iteration."""
@@ -253,6 +267,8 @@ class BackwardScheduler:
         self._reducer.send(part, current.leaving, current.divisor)
         current.mark_sent()
         self._turn = current.sent
+        if current.is_sent:
+            self._reducer.used.end_round(part)
 
     def _take_bucket(self, position: int) -> Leaving:
         """The gradients of a bucket that is sent now."""
@@ -260,8 +276,9 @@ class BackwardScheduler:
         self._take_leftovers(shard.bucket.params)
         gradients = [iteration.arrived.pop(index, None) for index in shard.bucket.params]
         kept = {index for index in shard.holding if index not in iteration.fresh and self._shards.is_exposed(index)}
+        kept |= shard.uncertain  # another rank may have used them in an earlier round; else there are zeros
         iteration.fresh.difference_update(shard.bucket.params)
-        return Leaving(gradients, kept)
+        return Leaving(gradients, kept, iteration.round is None or iteration.round.has_inputs)
 
     def _take_leftovers(self, indices: Iterable[int]) -> None:
         """A bucket of these parameters is about to be sent: take gradients that did not come by themselves."""
@@ -279,8 +296,9 @@ class BackwardScheduler:
         If no step was made of them, the other ranks may have sent more, or fewer, buckets than this one.
         """
         before = self._iteration
-        aborted = not before.has_stepped or self._reducer.is_busy or before.is_open
+        aborted = self._zero_grads.is_abort()
         self._reducer.start_iteration(Iteration(before.number + 1, before.after_abort or aborted))
+        self._reducer.join()  # what is under way to the shards, of use or not, comes before their memory is given back
         self._forget_backward()
         self._shards.clear(keep)
 
@@ -293,9 +311,11 @@ class BackwardScheduler:
         while self._reducer.sent < most_sent:
             part = sequence[self._turn % len(sequence)]
             self._reducer.make_room(part, None)
-            self._reducer.send(part, Leaving([None] * len(part.bucket.params), set()), 1)
-            self._reducer.discard()
+            self._reducer.send_for_nothing(part)
             self._turn += 1
+            if self._turn % len(sequence) == 0:
+                self._reducer.used.end_round(part)
+        self._reducer.discard()
         self._reducer.drain()
         self._reducer.start_iteration(self._iteration.continued())
 
@@ -319,4 +339,4 @@ class BackwardScheduler:
             if not isinstance(param.grad, ShardedGradient):
                 param.grad = None
         self._reducer.check()
-        return self._begin_with(roll)
+        return self._begin_with(roll, has_inputs=False)

@@ -244,9 +244,27 @@ def _replace_nans(func: Any, gradient: Any, *args: Any, out: Any, **kwargs: Any)
 
 
 def _apply_each(one: Any) -> Callable[..., None]:
+    """A call over a list: one over the list of this rank's pieces."""
+
     def handler(func: Any, gradients: list[Tensor], *args: Any) -> None:
+        simple: list[ShardedGradient] = []
         for gradient in gradients:  # among them perhaps plain ones, of parameters of another optimizer
-            _HANDLERS[one](one, gradient, *args) if isinstance(gradient, ShardedGradient) else one(gradient, *args)
+            if not isinstance(gradient, ShardedGradient):
+                one(gradient, *args)
+            elif gradient.incoming is not None or any(isinstance(arg, Tensor) and arg.dim() > 0 for arg in args):
+                _HANDLERS[one](one, gradient, *args)
+            else:
+                simple.append(gradient)
+        owners = {id(gradient._owner): gradient._owner for gradient in simple}
+        for owner in owners.values():
+            owner.check_all_present("changing a sharded gradient in place")
+            owner.settle()
+        pieces = [gradient._owner.local(gradient._index) for gradient in simple]
+        there = [piece for piece in pieces if piece is not None]
+        if there:
+            func(there, *args)
+        for owner in owners.values():
+            owner.changed()
 
     return handler
 

@@ -30,6 +30,10 @@ class BucketShard:
     device: torch.device
     shard: Tensor | None = None  # my range of the bucket
     holding: set[int] = field(default_factory=set)  # the parameters of the bucket that have a reduced gradient
+    uncertain: set[int] = field(default_factory=set)  # those of them that, for all this rank knows, nobody has used
+    capacity: int = (
+        0  # how many elements the shard's memory has room for, if more than my range: what arrives is padded
+    )
     keeps_memory: bool = False  # of the shard, when there is none
     kept: Tensor | None = None
 
@@ -38,7 +42,8 @@ class BucketShard:
         if self.shard is None:
             self.shard = self.kept
         if self.shard is None:
-            self.shard = torch.empty(self.stop - self.start, dtype=self.dtype, device=self.device)
+            numel = self.stop - self.start
+            self.shard = torch.empty(max(numel, self.capacity), dtype=self.dtype, device=self.device)[:numel]
             self.kept = self.shard if self.keeps_memory else None
         return self.shard[low - self.start : high - self.start]
 
@@ -58,7 +63,7 @@ class BucketShard:
 
     def forget(self, indices: set[int]) -> None:
         """These parameters have no gradient any more."""
-        self.holding = self.holding - indices
+        self.holding, self.uncertain = self.holding - indices, self.uncertain - indices
         if not self.holding or self.shard is None:
             self.shard = None
             return
@@ -195,7 +200,7 @@ class GradientShards:
         """Forget all gradients; those of ``keep`` become zeros and stay on the parameters."""
         self._deferred = None
         for state in self.buckets:
-            state.holding = state.holding.intersection(keep)
+            state.holding, state.uncertain = state.holding.intersection(keep), set()
             if state.shard is not None:
                 state.shard = torch.zeros_like(state.shard) if state.holding else None
             for index in state.holding:
@@ -207,6 +212,16 @@ class GradientShards:
         """What autograd has added to the gradients since they were reduced, by parameter."""
         added = [(index, stand_in) for index, stand_in in self._stand_ins.items() if stand_in.incoming is not None]
         return [(index, incoming) for index, one in added if (incoming := one.take_incoming()) is not None]
+
+    def make_certain(self, used: set[int]) -> list[int]:
+        """The ranks have told which parameters any of them has used. Return those of which it was not known here."""
+        found: list[int] = []
+        for state in self.buckets:
+            uncertain, state.uncertain = state.uncertain, set()
+            found += sorted(uncertain & used)
+            if uncertain - used:
+                state.forget(uncertain - used)
+        return found
 
     # --- the shards -----------------------------------------------------------------------------------------------
 
@@ -267,7 +282,8 @@ class GradientShards:
     def _remembered(self) -> list[BucketShard]:
         """The buckets, without gradients that were taken off their parameters by somebody else."""
         for state in self.buckets:
-            hidden = {index for index in state.holding if not self.is_exposed(index)}
+            certain = state.holding - state.uncertain
+            hidden = {index for index in certain if not self.is_exposed(index)}
             if hidden:
                 state.forget(hidden)
         return self.buckets

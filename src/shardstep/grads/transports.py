@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from itertools import chain
 
 import torch
+from torch import Tensor
 
 from shardstep.comm import collectives
 from shardstep.comm.collectives import GatheredMessages
 from shardstep.comm.process_group import Group, open_side_group
 from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
 from shardstep.grads.bucket_part import BucketPart, parts_of
-from shardstep.grads.reduce_scatter import BetweenPairs, Messages, Native, ThroughSharedMemory, Transport, slot_bytes
+from shardstep.grads.native import Native
+from shardstep.grads.reduce_scatter import BetweenPairs, Messages, ThroughSharedMemory, Transport, slot_bytes
 from shardstep.grads.reports import report_bytes
 from shardstep.grads.settings import ReduceSettings
 from shardstep.grads.shards import BucketShard
@@ -31,6 +33,7 @@ class ReduceTransports:
         self.parts: list[list[BucketPart]] = []  # by bucket
         self.number_of: dict[BucketPart, int] = {}
         self._transports: list[Transport] = []  # by bucket
+        self._natives: dict[torch.device, Native] = {}
         self._ring: SharedMemoryRing | None = None
         self._between: Group | None = None  # for what goes from host to host: it must not stand behind reports
         self._report_bytes = 0  # of the longest
@@ -49,13 +52,28 @@ class ReduceTransports:
         self.number_of = {part: number for number, part in enumerate(chain.from_iterable(self.parts))}
         self._report_bytes = max((report_bytes(len(shard.bucket.params)) for shard in shards), default=0)
         self._open_ring()
+        self.reports = all(collectives.sends_pairwise(self._group, shard.device) for shard in shards)
+        self.in_flight = self._settings.in_flight or (1 if self.reports else 2)
+        self._natives = {}
         summation = Summation(self._sharded.topology)
         self._transports = [self._transport(shard.device, summation) for shard in shards]
-        self.reports = all(transport.reports for transport in self._transports)
-        self.in_flight = self._settings.in_flight or (1 if self.reports else 2)
+        for part in self.number_of:
+            transport, shard = self.of(part), shards[part.bucket.position]
+            shard.capacity = max(shard.capacity, transport.share_numel(part))
+            if isinstance(transport, Native):
+                transport.expect(part)
 
     def of(self, part: BucketPart) -> Transport:
         return self._transports[part.bucket.position]
+
+    def join(self) -> None:
+        """On accelerators: the current streams go on when everything that was sent is in the shards."""
+        for native in self._natives.values():
+            native.join()
+
+    def tensors(self) -> list[Tensor]:
+        """The memory in which parts are packed on accelerators."""
+        return [tensor for native in self._natives.values() for tensor in native.tensors()]
 
     @property
     def is_full(self) -> bool:
@@ -95,7 +113,9 @@ class ReduceTransports:
     def _transport(self, device: torch.device, summation: Summation) -> Transport:
         """How gradients on ``device`` are reduced."""
         if not collectives.sends_pairwise(self._group, device):
-            return Native(self._group, self._report, summation, device)
+            if device not in self._natives:
+                self._natives[device] = Native(self._group, self._report, summation, device, self.in_flight)
+            return self._natives[device]
         if self._ring is None:
             return BetweenPairs(self._group, self._report, summation)
         topology = self._sharded.topology

@@ -1,0 +1,179 @@
+"""Parts of buckets, reduced by the backend's own reduce-scatter on the gradients' device, in the order that it chooses.
+
+[Note: which stream does what]
+On an accelerator the host only enqueues. A part is packed on the stream that computes, so the memory of its gradients
+is free for the rest of backward. The reduce stream waits for that; division, reduce-scatter, cast and addition into the
+shard run there, and the computation goes on beside it. It waits for a reduction in two places: where gradients are read
+(the step, clipping), and where it packs into the buffer of an earlier part, of which there are as many as parts may be
+under way. That bounds the memory: this rank's share, these buffers, and what arrives of one part if its shard holds
+gradients already, to which it is added.
+
+[Note: one call per bucket]
+Shares of one size are one reduce-scatter. Shares of different sizes are padded to one size if that is at most 5 % more;
+else the backend takes a list of them, in one call.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardstep.comm import reductions
+from shardstep.comm.collectives import Handle
+from shardstep.comm.process_group import Group
+from shardstep.comm.streams import Mark, SideStream, current_stream, has_streams
+from shardstep.grads.bucket_part import BucketPart
+from shardstep.grads.division import Division, division
+from shardstep.grads.reduce_scatter import ReduceScatter, Report, Sending, Source, Transport
+from shardstep.grads.summation import Summation
+
+_MOST_PADDING = 0.05
+
+
+class PackedBuffers:
+    """The memory in which parts are packed, taken in turn: made at first use, and kept."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self._device = device
+        self._memory: list[Tensor | None] = [None] * count
+        self._free = [Mark() for _ in range(count)]
+        self._turn = 0
+        self.nbytes = 0  # of each; before the first is taken: as much as the largest part needs
+
+    def take(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """The next buffer, as soon as what was sent from it has left: the current stream waits for that."""
+        turn = self._turn
+        self._free[turn].wait()
+        memory = self._memory[turn]
+        if memory is None:
+            memory = self._memory[turn] = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+        return memory[: numel * dtype.itemsize].view(dtype)
+
+    def free_at(self, mark: Mark) -> None:
+        """What was packed into the buffer that was taken has left it when ``mark`` is reached."""
+        self._free[self._turn] = mark
+        self._turn = (self._turn + 1) % len(self._memory)
+
+    def tensors(self) -> list[Tensor]:
+        return [memory for memory in self._memory if memory is not None]
+
+
+class Native(Transport):
+    """All parts of one device."""
+
+    reports = False
+
+    def __init__(
+        self, group: Group, report: Report, summation: Summation, device: torch.device, in_flight: int
+    ) -> None:
+        """Collective. ``in_flight``: how many parts may be under way."""
+        super().__init__(group, report, summation)
+        is_alone = group.world_size == 1
+        self.enqueues = has_streams(device) and not is_alone
+        self._stream = SideStream(device if not is_alone else torch.device("cpu"))
+        self._buffers = PackedBuffers(device, in_flight)
+        self._joined: list[Any] = []  # streams that have waited for all that was sent
+        self._device = device
+        self._can = reductions.abilities_of(group, device)
+
+    def expect(self, part: BucketPart) -> None:
+        """This part will be sent, again and again."""
+        self._buffers.nbytes = max(self._buffers.nbytes, self._packed_numel(part) * part.dtype.itemsize)
+
+    def on_stream(self) -> AbstractContextManager[None]:
+        return self._stream.current()
+
+    def join(self) -> None:
+        """The current stream goes on when everything that was sent has arrived, and is where it belongs."""
+        if self.enqueues and (current := current_stream(self._device)) not in self._joined:
+            self._stream.join()
+            self._joined.append(current)
+
+    def mark(self) -> Mark:
+        """When everything that was sent so far has arrived."""
+        return self._stream.mark()
+
+    def tensors(self) -> list[Tensor]:
+        """The memory in which parts are packed."""
+        return self._buffers.tensors()
+
+    # --- one part -------------------------------------------------------------------------------------------------
+
+    def start(self, part: BucketPart, source: Source, own: Tensor, sending: Sending) -> ReduceScatter:
+        assert not isinstance(source, ReduceScatter), "nothing is reported, so nothing is sent again"
+        if self._group.world_size == 1:
+            part.pack(source, own, part.spans[0])
+            return ReduceScatter(part, None, own, own, Handle(()), [own], still_divide=sending.divisor)
+        self._joined.clear()
+        how = division(part.dtype, sending.divisor, self._group.world_size, self._can.averages)
+        share = self._equal_share(part)
+        buffer = self._buffers.take(self._packed_numel(part), part.dtype)
+        if share is None:
+            how = _without_average(how, self._group.world_size)
+            part.pack(source, buffer)
+        else:
+            part.pack_evenly(source, buffer)
+        with self._stream.after_current():
+            if how.before != 1:
+                buffer.mul_(1 / how.before)  # a power of two: exact, but for the smallest numbers
+            handle, total = self._reduce(part, buffer, share, own, how)
+            if self.enqueues:
+                handle.wait()
+                handle = Handle(())
+        self._buffers.free_at(self._stream.mark())
+        return ReduceScatter(part, None, buffer, own, handle, [total], still_divide=how.after)
+
+    def _reduce(
+        self, part: BucketPart, buffer: Tensor, share: int | None, own: Tensor, how: Division
+    ) -> tuple[Handle, Tensor]:
+        """Start the reduce-scatter: the handle, and where this rank's part of the sum will be."""
+        if share is not None:
+            out = _extended(own, share, part.dtype)
+            return reductions.reduce_scatter(self._group, buffer, out, how.in_reduction), out[: own.numel()]
+        out = _extended(own, own.numel(), part.dtype)
+        shares = [buffer[low:high] for low, high in part.spans]
+        call = reductions.reduce_scatter_unequal if self._can.takes_unequal else reductions.reduce_each
+        return call(self._group, shares, out), out
+
+    def finish(self, scatter: ReduceScatter, divisor: int, out: Tensor) -> None:
+        (total,) = scatter.received
+        after = 1 if divisor == 1 or scatter.still_divide is None else scatter.still_divide
+        if total.dtype != out.dtype:
+            total = out.copy_(total)
+        if after != 1:
+            torch.div(total, after, out=out)
+        elif total.data_ptr() != out.data_ptr():
+            out.copy_(total)
+
+    # --- sizes ----------------------------------------------------------------------------------------------------
+
+    def share_numel(self, part: BucketPart) -> int:
+        return self._equal_share(part) or super().share_numel(part)
+
+    def _packed_numel(self, part: BucketPart) -> int:
+        share = self._equal_share(part)
+        return part.numel if share is None else share * self._group.world_size
+
+    def _equal_share(self, part: BucketPart) -> int | None:
+        """The size to which all shares are padded; None: they are too different."""
+        if part.bucket.equal_shard is not None:
+            return part.bucket.equal_shard
+        sizes = [high - low for low, high in part.spans]
+        padded = max(sizes) * len(sizes)
+        return max(sizes) if padded <= sum(sizes) * (1 + _MOST_PADDING) else None
+
+
+def _without_average(how: Division, ranks: int) -> Division:
+    """Lists of shares are summed."""
+    return Division(how.before, False, how.after * ranks) if how.in_reduction else how
+
+
+def _extended(own: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
+    """The memory of ``own`` and what follows it, as long as there is some; else other memory."""
+    available = own.untyped_storage().nbytes() // own.itemsize - own.storage_offset()
+    if own.dtype == dtype and available >= numel:
+        return own.as_strided((numel,), (1,))
+    return torch.empty(numel, dtype=dtype, device=own.device)
