@@ -1,8 +1,8 @@
 """Streams of an accelerator: what runs beside the computation, and what waits for what.
 
 Calls from the host only enqueue. Work on one stream runs in its order; between streams nothing is ordered but by what
-is said here, and nothing here makes the host wait. On the CPU, and where a device has no streams, all of this is nothing
-and costs nothing: what a call does is done when it returns.
+is said here, and nothing here makes the host wait. On the CPU, and where a device has no streams, all of this is
+nothing and costs nothing: what a call does is done when it returns.
 
 [Note: whose memory]
 Memory is given out and taken back in the order of the stream that was current when it was made. A tensor that is used
@@ -59,7 +59,8 @@ class SideStream:
 
     @contextmanager
     def _after(self, other: Any) -> Iterator[None]:
-        assert self._module is not None and self._stream is not None
+        assert self._module is not None
+        assert self._stream is not None
         self._stream.wait_stream(other)
         with self._module.stream(self._stream):
             yield

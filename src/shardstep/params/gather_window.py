@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,7 +39,7 @@ class _UnderWay:
     handle: AllGatherHandle | None  # None: all is enqueued, to the end
     has_arrived: bool = False
     stepped_on: Any = None  # on an accelerator: the stream of the step
-    unpacked: Mark = Mark()  # on an accelerator: when it is in its place
+    unpacked: Mark = field(default_factory=Mark)  # on an accelerator: when it is in its place
 
     def hold_stepping_stream(self) -> None:
         """The stream of the step goes on when the bucket is in its place."""

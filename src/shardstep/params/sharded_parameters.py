@@ -34,8 +34,8 @@ from shardstep.params.model_search import check_in_a_module, is_in_a_module
 from shardstep.params.pieces import LocalPieces
 from shardstep.params.step_plan import StepPlan, make_plan
 
-# Gathers for which the host waits that are under way at the same time: enough to keep the wire busy while the next bucket
-# is updated, and a bound on the memory for staging.
+# Gathers under way at the same time, if it is the host that waits for them: enough to keep the wire busy while the next
+# bucket is updated, and a bound on the memory for staging.
 MAX_IN_FLIGHT = 4
 _LEAST_PART_BYTES = 64 * 1024  # smaller parts cost more than they save
 _requires_grad = attrgetter("requires_grad")

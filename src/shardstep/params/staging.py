@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors as _unflatten
 
-# On the CPU a staging buffer of at most this size is kept from step to step; larger ones are made anew, to hold no memory
-# between. Accelerators have allocators that give the same memory again.
+# On the CPU a staging buffer of at most this size is kept from step to step; larger ones are made anew, to hold no
+# memory between. Accelerators have allocators that give the same memory again.
 KEPT_BYTES = 4 * 1024 * 1024
 # Regions are padded to equal ones (for one native all-gather of equal parts) if that adds at most this much.
 _MOST_PADDING = 0.05
