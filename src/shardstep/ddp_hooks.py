@@ -9,6 +9,14 @@ in which they become complete, so every rank starts the same gathers in the same
 A rank that waits for a gather waits for a rank that has its reductions up to there and starts the gather at its next
 call: nobody waits in a circle. The gathers have a process group of their own, apart from DDP's reductions.
 
+[Note: streams]
+On an accelerator a future of a reduction is done as soon as it is enqueued, and waiting for it makes the current stream
+wait. So the step has a stream of its own: it waits for the reduction and updates, and the gather follows on another
+one, while the stream of backward computes on. That one waits for both in the last call, when it has nothing left to
+compute. What the two share stays referenced until then: DDP's buckets, the parameters, the state. State that is made in
+the first step belongs to the step's stream, and that waits for the stream of backward before it does anything: whoever
+has read the state there has read it before its memory is given to somebody else.
+
 With ``reduce_scatter_hook`` we reduce, too. There a bucket is stepped when its reduction was brought in to make room
 for the next ones, which depends on counts only: all ranks reduce and gather in one and the same order.
 """
@@ -25,9 +33,11 @@ from torch.nn.parallel import DistributedDataParallel
 from shardstep.comm import process_group
 from shardstep.comm.collectives import GradBucket
 from shardstep.comm.process_group import Group
+from shardstep.comm.streams import SideStreams
 from shardstep.engine import Step
-from shardstep.grads.ddp_buckets import DdpBucketGradients, ParameterUsage
+from shardstep.grads.ddp_buckets import DdpBucketGradients
 from shardstep.grads.ddp_reduced import DdpReducedGradients
+from shardstep.grads.parameter_usage import ParameterUsage, UsageOfIteration
 from shardstep.optimizer import ZeroRedundancyOptimizer
 from shardstep.params.sharded_parameters import ShardedParameters
 from shardstep.sharded_ddp import connect_stepping_hook, reduce_scatter_hook
@@ -114,6 +124,8 @@ class _SteppingHook:
         self._usage: ParameterUsage | None = None
         self._source = self._connect(ddp)
         self._step: Step | None = None
+        self._streams = SideStreams()  # of the steps, see [Note: streams]
+        self._devices: list[torch.device] = []  # that have streams
         self._queue: deque[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = deque()  # reduced or about to be
 
     def _connect(self, ddp: DistributedDataParallel) -> Any:
@@ -133,9 +145,14 @@ class _SteppingHook:
         self._queue.append((bucket, future))
         if bucket.is_last():
             self._step = None
-            self._finish(step)
-        elif self._interleaved:
-            self._work_off(step, done_only=True)
+            try:
+                with self._streams.after_current(self._devices):
+                    self._finish(step)
+            finally:
+                self._streams.join(self._devices)
+        elif self._interleaved and (self._usage is None or self._usage.is_known):
+            with self._streams.after_current(self._devices):
+                self._work_off(step, done_only=True)
         return future
 
     def _begin(self) -> Step:
@@ -146,6 +163,7 @@ class _SteppingHook:
                 "format was changed. Wrap the model in DDP again."
             )
         self._step = self._engine.begin(self._zero.param_groups)
+        self._devices = self._engine.sharded.devices_with_streams()
         self._begin_gradients()
         return self._step
 
@@ -166,6 +184,9 @@ class _SteppingHook:
 
     def _finish(self, step: Step) -> None:
         """The last bucket is there: step with everything and bring all ranks up to date."""
+        if self._usage is not None:
+            with step.failing_together():
+                self._usage.find_out()
         self._work_off(step, done_only=False)
         with torch.no_grad():
             with step.failing_together():
@@ -179,6 +200,7 @@ class _SteppingHook:
         self._queue.clear()
         if step is not None:
             self._engine.abort(step, self._source)
+            self._streams.join(self._devices)
 
 
 class _ScatteringHook(_SteppingHook):
@@ -232,7 +254,10 @@ def _usage(ddp: DistributedDataParallel, sharded: ShardedParameters) -> Paramete
     """Who finds out which parameters are used, if some may not be."""
     if not (ddp.find_unused_parameters or ddp.static_graph):
         return None
-    return ParameterUsage(sharded, _group_for_usage(ddp, sharded), ddp.gradient_as_bucket_view)
+    group, as_view = _group_for_usage(ddp, sharded), ddp.gradient_as_bucket_view
+    if all(param.device.type == "cpu" for param in sharded.params.values()):
+        return ParameterUsage(sharded, group, as_view)
+    return UsageOfIteration(sharded, group, as_view, is_static=ddp.static_graph)
 
 
 def _group_for_usage(ddp: DistributedDataParallel, sharded: ShardedParameters) -> Group:

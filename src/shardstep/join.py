@@ -312,11 +312,9 @@ def _give(
     values = [[dtype_name(tensor.dtype), tensor.tolist()] for tensor in tensors]
     message = {"has_gradient": has_gradient, "options": options, "values": values}
     collectives.move_json(group, message, group.rank, borrower)
-    for piece, present in zip(pieces, has_gradient, strict=True):
-        gradient = params[piece.param].grad
-        if present and gradient is not None:
-            span = gradient.detach().reshape(-1)[piece.start : piece.stop]
-            collectives.move(group, span.contiguous().view(torch.uint8), group.rank, borrower)
+    gradients = ((piece, params[piece.param].grad) for piece in pieces)
+    lent = [grad.detach().reshape(-1)[piece.start : piece.stop] for piece, grad in gradients if grad is not None]
+    collectives.copy_together(group, lent, group.rank, borrower)
 
 
 def _take(
@@ -330,14 +328,17 @@ def _take(
     values = [torch.tensor(value, dtype=dtype_of(dtype)) for dtype, value in message["values"]]
     for own, options in zip(param_groups, message["options"], strict=True):
         _adopt(own, decode(options, values))
-    borrowed = {}
-    for piece, present in zip(pieces, message["has_gradient"], strict=True):
-        if present:
-            param = params[piece.param]
-            span = torch.empty(piece.numel, dtype=param.dtype, device=param.device)
-            collectives.move(group, span.view(torch.uint8), lender, group.rank)
-            borrowed[piece.param] = span.view(param.shape) if piece.whole else span
-    return borrowed
+    present = [piece for piece, is_there in zip(pieces, message["has_gradient"], strict=True) if is_there]
+    likes = [params[piece.param] for piece in present]
+    spans = [
+        torch.empty(piece.numel, dtype=like.dtype, device=like.device)
+        for piece, like in zip(present, likes, strict=True)
+    ]
+    collectives.copy_together(group, spans, lender, group.rank)
+    return {
+        piece.param: span.view(like.shape) if piece.whole else span
+        for piece, like, span in zip(present, likes, spans, strict=True)
+    }
 
 
 def _sendable(group: dict[str, Any]) -> dict[str, Any]:

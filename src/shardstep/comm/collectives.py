@@ -9,7 +9,9 @@ CPU, gloo                   send/receive between every pair of ranks, all in fli
                             one broadcast per shard for one message, and (unlike it) just as fast for
                             many, so large tensors need not be packed first
 equal shards, not gloo      ``all_gather_into_tensor`` on the buffer itself
-anything else               one broadcast per shard, all in flight
+unequal shards, not gloo    one ``all_gather`` of a list, which such backends send as one group of broadcasts;
+                            if one rank has everything, one broadcast
+gloo, not the CPU           one broadcast per shard, all in flight
 ==========================  ============================================================================
 
 Gradients go the other way: on the CPU with gloo every rank gets everybody's part of its shard and sums them itself, in
@@ -28,6 +30,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._utils import _unflatten_dense_tensors as _unflatten
 
 from shardstep.comm import torch_versions
 from shardstep.comm.process_group import Group
@@ -36,6 +39,12 @@ GradBucket: TypeAlias = dist.GradBucket  # what DDP gives to its hooks
 
 # Our sends and receives carry a tag of their own, so that they cannot meet a user's on the same group.
 _TAG = 0x5353
+
+# Many tensors that are copied from rank to rank travel together, at most this much at a time.
+COALESCED_BYTES = 25 * 1024 * 1024
+
+# Backends whose all_gather expects tensors of one size.
+_EQUAL_SIZES_ONLY = ("gloo", "mpi", "ucc")
 
 
 class Handle(NamedTuple):
@@ -66,21 +75,14 @@ def sends_pairwise(group: Group, device: torch.device) -> bool:
 
 
 def gather_shards(group: Group, shards: Sequence[Sequence[Tensor]]) -> Handle:
-    """Start to send my shard to all ranks and to receive theirs in place.
+    """Start to send my shard to all ranks and to receive theirs in place, as messages between pairs.
 
     ``shards[r]`` is what rank r contributes: contiguous byte tensors, 1D, the same sizes on every rank.
     """
     device = next((tensor.device for shard in shards for tensor in shard), None)
     if device is None or group.world_size == 1:
         return Handle(())
-    if sends_pairwise(group, device):
-        return Handle(tuple(_gather_pairwise(group, shards)))
-    works = (
-        dist.broadcast(tensor, group=group.process_group, group_src=rank, async_op=True)
-        for rank, shard in enumerate(shards)
-        for tensor in shard
-    )
-    return Handle(tuple(work for work in works if work is not None))
+    return Handle(tuple(_gather_pairwise(group, shards)))
 
 
 def _gather_pairwise(group: Group, shards: Sequence[Sequence[Tensor]]) -> Iterator[dist.Work]:
@@ -205,14 +207,56 @@ def all_gather_rows(group: Group, row: Tensor) -> Tensor:
 
 def copy_from_rank_0(group: Group, tensors: Sequence[Tensor]) -> None:
     """Give all ranks rank 0's values."""
+    copy_together(group, tensors, 0, None)
+
+
+def copy_together(group: Group, tensors: Sequence[Tensor], source: int, target: int | None) -> None:
+    """Copy tensors from rank ``source`` to rank ``target`` (None: to every rank), in place, on their own device.
+
+    Both have tensors of the same shapes, dtypes and kinds of device, in the same order. They travel packed, by device
+    and dtype. In stream order on an accelerator; on the CPU it blocks.
+    """
+    takes_part = target is None or group.rank in (source, target)
+    if group.world_size == 1 or source == target or not takes_part:
+        return
     with torch.no_grad():
-        for tensor in tensors if group.world_size > 1 else ():
-            flat = tensor.detach().contiguous().view(-1).view(torch.uint8) if tensor.numel() else None
-            if flat is None:
-                continue
-            move(group, flat, 0, None)
-            if flat.data_ptr() != tensor.data_ptr():
-                tensor.copy_(flat.view(tensor.dtype).view(tensor.shape))
+        for together in _coalesced(tensors):
+            _copy_at_once(group, together, source, target)
+
+
+def _coalesced(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """The tensors, without empty ones, in lists of one device and dtype and at most ``COALESCED_BYTES``, or of one."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel():
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
+    for of_one_kind in kinds.values():
+        together: list[Tensor] = []
+        filled = 0
+        for tensor in of_one_kind:
+            nbytes = tensor.numel() * tensor.element_size()
+            if together and filled + nbytes > COALESCED_BYTES:
+                yield together
+                together, filled = [], 0
+            together.append(tensor)
+            filled += nbytes
+        yield together
+
+
+def _copy_at_once(group: Group, together: Sequence[Tensor], source: int, target: int | None) -> None:
+    first, sends = together[0], group.rank == source
+    if len(together) == 1 and first.is_contiguous():
+        flat, is_packed = first.view(-1), False
+    elif sends:
+        flat, is_packed = torch.cat([tensor.reshape(-1) for tensor in together]), True
+    else:
+        flat, is_packed = first.new_empty(sum(tensor.numel() for tensor in together)), True
+    if first.device.type in group.backends:
+        _transfer(group, flat.view(torch.uint8), source, target)
+    else:
+        move(group, flat.view(torch.uint8), source, target)
+    if is_packed and not sends:
+        torch._foreach_copy_(list(together), _unflatten(flat, together))
 
 
 def gather_buffer(group: Group, buffer: Tensor) -> Handle:
@@ -221,6 +265,27 @@ def gather_buffer(group: Group, buffer: Tensor) -> Handle:
     mine = buffer[group.rank * shard : (group.rank + 1) * shard]
     work = torch_versions.all_gather(buffer, mine, group=group.process_group, async_op=True)
     return Handle((work,) if work is not None else ())
+
+
+def gather_regions(group: Group, regions: Sequence[Tensor]) -> Handle:
+    """Start to gather regions of any sizes, one per rank, as one collective; mine is already in place.
+
+    Contiguous byte tensors, 1D, the same sizes on every rank.
+    """
+    owners = [rank for rank, region in enumerate(regions) if region.numel()]
+    if not owners:
+        return Handle(())
+    backend = group.backends.get(regions[0].device.type)
+    if len(owners) == 1 or backend in _EQUAL_SIZES_ONLY:
+        works = [
+            dist.broadcast(regions[rank], group=group.process_group, group_src=rank, async_op=True) for rank in owners
+        ]
+        return Handle(tuple(work for work in works if work is not None))
+    # A byte for those who have nothing: not every backend likes empty messages.
+    filling = regions[owners[0]].new_empty(len(regions)).split(1)
+    filled = [region if region.numel() else filler for region, filler in zip(regions, filling, strict=True)]
+    work = dist.all_gather(filled, filled[group.rank], group=group.process_group, async_op=True)
+    return Handle((work,) if work is not None else (), filling[0])
 
 
 def all_gather_ints(group: Group, values: Sequence[int]) -> list[list[int]]:
@@ -236,20 +301,25 @@ def all_gather_ints(group: Group, values: Sequence[int]) -> list[list[int]]:
 def move(group: Group, tensor: Tensor, source: int, target: int | None) -> None:
     """Copy bytes from rank ``source`` to rank ``target`` (None: to every rank), in place. Blocks the host.
 
-    ``tensor`` is 1D and contiguous, on any device; what is not on the group's device passes through it.
+    ``tensor`` is 1D and contiguous, on any device, which may be another one on the other rank; what is not on the
+    group's device passes through it.
     Ranks that neither send nor receive may call it or not.
     """
     wire = tensor if tensor.device.type == group.wire_device.type else tensor.to(group.wire_device)
     if tensor.numel() == 0 or source == target or group.world_size == 1:
         return
+    _transfer(group, wire, source, target)
+    if wire is not tensor and group.rank != source:
+        tensor.copy_(wire)
+
+
+def _transfer(group: Group, wire: Tensor, source: int, target: int | None) -> None:
     if target is None:
         dist.broadcast(wire, group=group.process_group, group_src=source)
     elif group.rank == source:
         dist.send(wire, group=group.process_group, group_dst=target, tag=_TAG)
     elif group.rank == target:
         dist.recv(wire, group=group.process_group, group_src=source, tag=_TAG)
-    if wire is not tensor and group.rank != source:
-        tensor.copy_(wire)
 
 
 def move_json(group: Group, data: Any, source: int, target: int | None) -> Any:

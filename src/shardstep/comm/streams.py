@@ -1,8 +1,8 @@
 """Streams of an accelerator: what runs beside the computation, and what waits for what.
 
 Calls from the host only enqueue. Work on one stream runs in its order; between streams nothing is ordered but by what
-is said here, and nothing here makes the host wait. On the CPU, and where a device has no streams, all of this is nothing
-and costs nothing: what a call does is done when it returns.
+is said here, and nothing here makes the host wait. On the CPU, and where a device has no streams, all of this is
+nothing and costs nothing: what a call does is done when it returns.
 
 [Note: whose memory]
 Memory is given out and taken back in the order of the stream that was current when it was made. A tensor that is used
@@ -12,8 +12,8 @@ that, and never ``record_stream``, which gives memory back at a time that nobody
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +28,12 @@ class Mark:
     def wait(self) -> None:
         """The current stream goes on when that point is reached. The host does not wait."""
         if self._event is not None:
-            current_stream(self._device).wait_event(self._event)  # type: ignore[arg-type]
+            self.hold(current_stream(self._device))  # type: ignore[arg-type]
+
+    def hold(self, stream: Any) -> None:
+        """``stream`` goes on when that point is reached."""
+        if self._event is not None:
+            stream.wait_event(self._event)
 
     def wait_on_host(self) -> None:
         """The host goes on when that point is reached. Not on the hot path."""
@@ -54,7 +59,8 @@ class SideStream:
 
     @contextmanager
     def _after(self, other: Any) -> Iterator[None]:
-        assert self._module is not None and self._stream is not None
+        assert self._module is not None
+        assert self._stream is not None
         self._stream.wait_stream(other)
         with self._module.stream(self._stream):
             yield
@@ -67,6 +73,31 @@ class SideStream:
         """The current stream goes on when all of this one is done. The host does not wait."""
         if self._stream is not None:
             current_stream(self._device).wait_stream(self._stream)
+
+
+class SideStreams:
+    """A side stream for every device that has streams, made when it is first asked for."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, SideStream] = {}
+
+    def of(self, device: torch.device) -> SideStream:
+        if device not in self._streams:
+            self._streams[device] = SideStream(device)
+        return self._streams[device]
+
+    @contextmanager
+    def after_current(self, devices: Iterable[torch.device]) -> Iterator[None]:
+        """As ``SideStream.after_current``, on each of these devices."""
+        with ExitStack() as stack:
+            for device in devices:
+                stack.enter_context(self.of(device).after_current())
+            yield
+
+    def join(self, devices: Iterable[torch.device]) -> None:
+        """As ``SideStream.join``, on each of these devices."""
+        for device in devices:
+            self.of(device).join()
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()

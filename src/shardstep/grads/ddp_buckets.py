@@ -10,20 +10,19 @@ parameters' memory, and their gradients are views of DDP's reduced bucket.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from shardstep.comm import collectives
 from shardstep.comm.collectives import GradBucket
 from shardstep.comm.consensus import RankConsensus
-from shardstep.comm.process_group import Group, open_side_group
-from shardstep.grads.gradient_hooks import GradientHooks
+from shardstep.comm.process_group import open_side_group
 from shardstep.grads.hook_state import HookState, SteppedByHook
 from shardstep.grads.parameter_gradients import ParameterGradients
+from shardstep.grads.parameter_usage import ParameterUsage
 from shardstep.params.sharded_parameters import ShardedParameters
 
 
@@ -148,41 +147,6 @@ def evaluated_once(closure: Callable[[], Any]) -> Callable[[], Any]:
         return losses.pop() if losses else closure()
 
     return evaluate
-
-
-class ParameterUsage:
-    """Which parameters were used in an iteration, here and elsewhere. DDP finds out too, but does not tell in time."""
-
-    def __init__(self, sharded: ShardedParameters, group: Group, as_view: bool) -> None:
-        """``group``: the ranks that DDP reduces over. ``as_view``: whether its gradients are views of its buckets."""
-        self._sharded = sharded
-        self._group = group
-        self._as_view = as_view
-        self._here: set[int] = set()
-        self._hooks = GradientHooks(self, ParameterUsage._note)
-
-    def extend(self) -> None:
-        """Also of parameters that were added."""
-        self._hooks.extend(self._sharded.params)
-
-    def _note(self, index: int, param: Tensor) -> None:
-        self._here.add(index)
-
-    def forget(self) -> None:
-        """The iteration is over."""
-        self._here.clear()
-
-    def gradients(self, found: Sequence[tuple[int, Tensor, Tensor]]) -> list[tuple[int, Tensor | None]]:
-        """Collective. The gradients to step with, for (index, parameter, reduced gradient).
-
-        A parameter that no rank has used keeps the gradient that it has, as in DDP: usually none.
-        """
-        here = [int(index in self._here) for index, _, _ in found]
-        used = list(map(any, zip(*collectives.all_gather_ints(self._group, here), strict=True))) if found else []
-        return [
-            (index, reduced if is_used or (self._as_view and param.grad is not None) else param.grad)
-            for (index, param, reduced), is_used in zip(found, used, strict=True)
-        ]
 
 
 def views_of(bucket: GradBucket, reduced: Tensor) -> list[tuple[Tensor, Tensor]]:

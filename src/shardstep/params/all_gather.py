@@ -13,6 +13,7 @@ from shardstep.comm.collectives import Handle
 from shardstep.comm.host_channel import SharedMessages
 from shardstep.comm.process_group import Group
 from shardstep.comm.shared_memory import SharedMemoryRing
+from shardstep.comm.streams import has_streams
 from shardstep.layout.shares import share
 from shardstep.layout.specs import Bucket, Piece
 from shardstep.params.pieces import flat
@@ -51,11 +52,14 @@ class BucketAllGather:
         """``part``: (number, count) if the bucket travels in several parts, each a share of every rank's shard."""
         self._group = group
         self._like = params[bucket.params[0]]
-        self._pairwise = collectives.sends_pairwise(group, self._like.device)
+        self.device = self._like.device
+        self._pairwise = collectives.sends_pairwise(group, self.device)
+        self.on_stream = not self._pairwise and has_streams(self.device)  # it is enqueued, and the host never waits
         self._part = part
         fits = ring is not None and (part[1] > 1 or bucket.numel * bucket.itemsize <= ring.slot_bytes)
         self._ring = ring if fits and self._pairwise else None
         self._in_place: Tensor | None = None  # gathered as it is: equal shards, nothing to pack
+        self._regions: list[Tensor] = []  # by rank, bytes: gathered as they are, unequal shards
         self._direct: list[list[Tensor]] = [[] for _ in range(group.world_size)]  # by rank, bytes
         packed: list[list[Tensor]] = [[] for _ in range(group.world_size)]  # by rank
         if not self._gathers_in_place(bucket, params, active, buffer):
@@ -65,15 +69,19 @@ class BucketAllGather:
                     self._direct[rank], packed[rank] = self._sort_by_size(shard, params)
                     continue
                 runs = [self._share(buffer[low:high]) for low, high in _runs(bucket, shard)]
-                if self._ring is not None:
-                    packed[rank] = runs
-                else:
+                if self._pairwise and self._ring is None:
                     self._direct[rank] = [_bytes(run) for run in runs]
+                else:
+                    packed[rank] = runs
+        if not self._pairwise and _are_regions(packed):
+            nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
+            self._regions = [_bytes(tensors[0].detach().view(-1)) if tensors else nothing for tensors in packed]
+            packed = []
         # Received into without torch's noticing: whoever still holds a graph over them has to be told.
-        unnoticed = self._in_place is not None or any(self._direct) or buffer is not None
+        unnoticed = self._in_place is not None or self._regions or any(self._direct) or buffer is not None
         self._written = [params[index] for index in bucket.params if active[index]] if unnoticed else []
         self._staging = Staging(packed, group.rank, even=not self._pairwise) if any(packed) else None
-        self.empty = self._in_place is None and not any(self._direct) and self._staging is None
+        self.empty = self._in_place is None and not (self._regions or any(self._direct) or self._staging)
 
     @property
     def must_wait(self) -> bool:
@@ -84,6 +92,8 @@ class BucketAllGather:
         """Send my shard and receive the others."""
         if self._in_place is not None:
             return AllGatherHandle(collectives.gather_buffer(self._group, self._in_place))
+        if self._regions:
+            return AllGatherHandle(collectives.gather_regions(self._group, self._regions))
         if self._staging is None:
             return AllGatherHandle(collectives.gather_shards(self._group, self._direct))
         if self._ring is not None:
@@ -91,8 +101,11 @@ class BucketAllGather:
         staged = self._staging.pack(self._staging.own_buffer(self._like))
         if self._staging.even:
             return AllGatherHandle(collectives.gather_buffer(self._group, _bytes(staged)), staged)
-        regions = [[_bytes(staged[low:high])] if low < high else [] for low, high in self._staging.regions]
-        shards = list(map(list.__add__, self._direct, regions))
+        if not self._pairwise:
+            regions = [_bytes(staged[low:high]) for low, high in self._staging.regions]
+            return AllGatherHandle(collectives.gather_regions(self._group, regions), staged)
+        parts = [[_bytes(staged[low:high])] if low < high else [] for low, high in self._staging.regions]
+        shards = list(map(list.__add__, self._direct, parts))
         return AllGatherHandle(collectives.gather_shards(self._group, shards), staged)
 
     def _start_in(self, ring: SharedMemoryRing, staging: Staging) -> AllGatherHandle:
@@ -200,6 +213,18 @@ def _runs(bucket: Bucket, shard: Sequence[Piece]) -> list[tuple[int, int]]:
             runs.append((piece.offset, piece.offset + piece.numel))
         previous = place
     return [run for run in runs if run[0] < run[1]]
+
+
+def _are_regions(packed: Sequence[Sequence[Tensor]]) -> bool:
+    """Whether shards can be gathered from and to where they lie: one tensor per rank at the most, not all of one size.
+
+    (Of one size they are packed: a list of equal ones is packed by the backend otherwise.)
+    """
+    if not any(packed) or any(len(tensors) > 1 for tensors in packed):
+        return False
+    alone = [tensors[0] for tensors in packed if tensors]
+    sizes = {sum(tensor.numel() for tensor in tensors) for tensors in packed}
+    return len(sizes) > 1 and all(tensor.is_contiguous() for tensor in alone)
 
 
 def _bytes(flat: Tensor) -> Tensor:

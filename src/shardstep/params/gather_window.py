@@ -1,12 +1,26 @@
-"""The gathers of one step under way: started one after the other, finished in the same order, few at once."""
+"""The gathers of one step under way: started one after the other, finished in the same order, few at once.
+
+[Note: gathers on a stream]
+On an accelerator a bucket is packed, gathered and unpacked on a gather stream, behind the update on the stream that
+steps; that one goes on with the next bucket and waits for the gather stream once, at the end of the step, or (lazily)
+when somebody touches a parameter. The host only enqueues. A bucket is unpacked behind the next one's packing, so that
+the next is on its way meanwhile, and no more than two are staged at once. Staging memory is made, used and given back
+in the order of the gather stream, which waits for the collective in between: the allocator hands out the same two
+buffers again and again.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
 
 from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.phases import phase
+from shardstep.comm.streams import Mark, current_stream
 from shardstep.params.all_gather import AllGatherHandle, BucketAllGather
 from shardstep.params.progress import Progress
 from shardstep.params.sharded_parameters import MAX_IN_FLIGHT, ShardedParameters
@@ -22,8 +36,15 @@ class _UnderWay:
 
     position: int  # of the bucket
     gather: BucketAllGather
-    handle: AllGatherHandle
+    handle: AllGatherHandle | None  # None: all is enqueued, to the end
     has_arrived: bool = False
+    stepped_on: Any = None  # on an accelerator: the stream of the step
+    unpacked: Mark = field(default_factory=Mark)  # on an accelerator: when it is in its place
+
+    def hold_stepping_stream(self) -> None:
+        """The stream of the step goes on when the bucket is in its place."""
+        if self.stepped_on is not None:
+            self.unpacked.hold(self.stepped_on)
 
 
 class GatherWindow:
@@ -34,6 +55,12 @@ class GatherWindow:
         self._consensus = consensus
         self._progress = progress  # hears of every failure, also of those that another error hides
         self._in_flight: deque[_UnderWay] = deque()
+        self._packed: dict[torch.device, _UnderWay] = {}  # the last one on each gather stream, not unpacked yet
+
+    def __del__(self) -> None:
+        """Nobody has waited, and the parameters go with it: their memory is free when the gather stream is done."""
+        for one in () if sys.is_finalizing() else self._in_flight:
+            one.hold_stepping_stream()
 
     @property
     def in_flight(self) -> list[int]:
@@ -46,6 +73,9 @@ class GatherWindow:
             self._start(position, gather)
 
     def _start(self, position: int, gather: BucketAllGather) -> None:
+        if gather.on_stream:
+            self._enqueue(position, gather)
+            return
         # (A ring that a failed step left full says so when a slot is taken.)
         while self._in_flight and (len(self._in_flight) >= MAX_IN_FLIGHT or gather.must_wait):
             self.finish_oldest()
@@ -56,10 +86,50 @@ class GatherWindow:
             except RuntimeError as error:
                 raise self._failed(error) from error
 
+    def _enqueue(self, position: int, gather: BucketAllGather) -> None:
+        """Start a gather on its gather stream, and unpack the one before it. See [Note: gathers on a stream]."""
+        stepping, previous = current_stream(gather.device), self._packed.get(gather.device)
+        self._progress.gathers_started += 1
+        with phase("shardstep::gather"), self._sharded.gather_streams.of(gather.device).after_current():
+            try:
+                one = _UnderWay(position, gather, gather.start(), stepped_on=stepping)
+                self._in_flight.append(one)
+                self._packed[gather.device] = one
+                if previous is not None:
+                    self._unpack(previous)
+            except RuntimeError as error:
+                raise self._failed(error) from error
+
+    def _unpack(self, one: _UnderWay) -> None:
+        """On the gather stream: when it is there, put it where it belongs."""
+        if one.handle is not None:
+            one.handle.under_way.wait()
+            one.gather.unpack(one.handle)
+            one.handle = None
+            one.unpacked = self._sharded.gather_streams.of(one.gather.device).mark()
+
+    def _enqueue_rest(self) -> None:
+        """Have every bucket on a gather stream unpacked: nothing is left to do for the host."""
+        while self._packed:
+            device, one = self._packed.popitem()
+            with phase("shardstep::gather"), self._sharded.gather_streams.of(device).current():
+                try:
+                    self._unpack(one)
+                except RuntimeError as error:
+                    raise self._failed(error) from error
+
     def finish(self) -> None:
         """Bring all ranks' parameters up to date with what was started."""
+        self._enqueue_rest()
+        last: dict[torch.device, _UnderWay] = {}
         while self._in_flight:
-            self.finish_oldest()
+            if self._in_flight[0].gather.on_stream:
+                one = self._in_flight.popleft()
+                last[one.gather.device] = one
+            else:
+                self.finish_oldest()
+        for one in last.values():
+            one.unpacked.wait()
 
     def finish_oldest(self) -> None:
         """Wait for the bucket that was started first, and put it where it belongs.
@@ -68,6 +138,13 @@ class GatherWindow:
         is under way until all is done, and what must be done once is noted.
         """
         one = self._in_flight[0]
+        if one.gather.on_stream:
+            self._enqueue_rest()
+            one.unpacked.wait()
+            one.hold_stepping_stream()  # what follows on it takes the parameters for ordinary ones, too
+            self._in_flight.popleft()
+            return
+        assert one.handle is not None
         with phase("shardstep::gather"):
             try:
                 one.handle = one.gather.relay(one.handle)
@@ -84,10 +161,12 @@ class GatherWindow:
 
     def relay(self) -> None:
         """Hand on to the ranks of this host what others send it. What is then left to do needs no other rank's help."""
+        self._enqueue_rest()
         with phase("shardstep::gather"):
             try:
                 for one in self._in_flight:
-                    one.handle = one.gather.relay(one.handle)
+                    if one.handle is not None:
+                        one.handle = one.gather.relay(one.handle)
             except RuntimeError as error:
                 raise self._failed(error) from error
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -18,8 +18,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check(group: Group, layout: Layout, params: Mapping[int, Tensor]) -> None:
     """Collective: call on every rank of the group. RuntimeError on every rank if a parameter differs somewhere."""
     indices = sorted(params)
-    sums = [_checksum(params[index]) for index in indices]
-    rows = collectives.all_gather_ints(group, torch.stack(sums).tolist() if sums else [])
+    rows = collectives.all_gather_rows(group, _checksums([params[index] for index in indices])).tolist()
     for position, index in enumerate(indices):
         by_value: dict[int, list[int]] = {}
         for rank, row in enumerate(rows):
@@ -38,6 +37,20 @@ def _names(group: Group, ranks: list[int]) -> str:
     return group.names_of(ranks) if group.names else f"ranks {ranks}"
 
 
+def _checksums(params: Sequence[Tensor]) -> Tensor:
+    """Of every parameter, in order: on their device, or on the first one's. Nothing is read on the host."""
+    if not params:
+        return torch.zeros(0, dtype=torch.int64)
+    by_device: dict[torch.device, list[int]] = {}
+    for place, param in enumerate(params):
+        by_device.setdefault(param.device, []).append(place)
+    home = max(by_device, key=lambda device: (device.type != "cpu", -(device.index or 0)))
+    parts = [torch.stack([_checksum(params[place]) for place in places]) for places in by_device.values()]
+    order = torch.tensor([place for places in by_device.values() for place in places])
+    together = torch.cat([part.to(home, non_blocking=True) for part in parts])
+    return together[torch.argsort(order).to(home, non_blocking=True)]
+
+
 def _checksum(param: Tensor) -> Tensor:
     """A 0-dim int64 that depends on every bit and its place, computed where the parameter is."""
     flat = param.detach().contiguous().view(-1).view(torch.uint8)
@@ -52,4 +65,4 @@ def _checksum(param: Tensor) -> Tensor:
         # An odd factor per place loses no bit; the shift lets the high bits reach the low ones.
         mixed = (part ^ (part >> 29)) * (places * 0x9E3779B97F4A7C1 + 1).mul_(2).add_(1)
         total += (mixed ^ (mixed >> 32)).sum()
-    return total.cpu()
+    return total

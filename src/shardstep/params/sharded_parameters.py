@@ -19,6 +19,7 @@ from shardstep.comm import collectives
 from shardstep.comm.process_group import Group
 from shardstep.comm.rank_groups import RankGroups
 from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
+from shardstep.comm.streams import SideStreams, has_streams
 from shardstep.comm.topology import Topology, find_topology
 from shardstep.layout import partition
 from shardstep.layout.bucket_size import checked_bucket_bytes, chosen_bucket_bytes
@@ -33,8 +34,8 @@ from shardstep.params.model_search import check_in_a_module, is_in_a_module
 from shardstep.params.pieces import LocalPieces
 from shardstep.params.step_plan import StepPlan, make_plan
 
-# Gathers under way at the same time: enough to keep the wire busy while the next bucket is updated, and a bound on the
-# memory for staging.
+# Gathers under way at the same time, if it is the host that waits for them: enough to keep the wire busy while the next
+# bucket is updated, and a bound on the memory for staging.
 MAX_IN_FLIGHT = 4
 _LEAST_PART_BYTES = 64 * 1024  # smaller parts cost more than they save
 _requires_grad = attrgetter("requires_grad")
@@ -77,6 +78,7 @@ class ShardedParameters:
         self._in_module = False  # known with bucket views only
         self._memory = MemoryWatch()
         self._ring: SharedMemoryRing | None = None
+        self.gather_streams = SideStreams()
         self.state_is_behind = False  # whether parameters were moved and their state was not yet
 
     @property
@@ -295,6 +297,10 @@ class ShardedParameters:
                 owners[position].append(rank)
         return owners
 
+    def devices_with_streams(self) -> list[torch.device]:
+        """The devices of the parameters on which calls only enqueue."""
+        return [device for device in dict.fromkeys(p.device for p in self.params.values()) if has_streams(device)]
+
     def params_of(self, position: int) -> list[Tensor]:
         """The parameters of one bucket."""
         return [self.params[index] for index in self.layout.buckets[position].params]
@@ -338,6 +344,7 @@ class ShardedParameters:
         twin.index_of = {}
         twin._memory = copy.copy(self._memory)
         twin._memory.release()
+        twin.gather_streams = SideStreams()
         twin._ring = None  # a copy may be made on one rank only, so it cannot open one
         twin._views = BucketViews() if self._views is not None else None  # made anew: copies share no memory
         return twin

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, compress
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors as _unflatten
 
-# A staging buffer of at most this size is kept from step to step; larger ones are made anew, to hold no memory between.
+# On the CPU a staging buffer of at most this size is kept from step to step; larger ones are made anew, to hold no
+# memory between. Accelerators have allocators that give the same memory again.
 KEPT_BYTES = 4 * 1024 * 1024
+# Regions are padded to equal ones (for one native all-gather of equal parts) if that adds at most this much.
+_MOST_PADDING = 0.05
 
 
 class Arrival(NamedTuple):
@@ -32,8 +35,7 @@ class Staging:
 
     def __init__(self, packed: Sequence[Sequence[Tensor]], rank: int, even: bool) -> None:
         sizes = [sum(tensor.numel() for tensor in tensors) for tensors in packed]
-        # Equal regions (for a native all-gather) where they waste at most half of the buffer.
-        self.even = even and sum(sizes) * 2 >= max(sizes) * len(sizes)
+        self.even = even and max(sizes) * len(sizes) <= sum(sizes) * (1 + _MOST_PADDING)
         lengths = [max(sizes)] * len(sizes) if self.even else sizes
         ends = list(accumulate(lengths))
         self.regions = [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
@@ -41,6 +43,7 @@ class Staging:
         self._flat_sources = _are_flat(self._sources)
         self._mine = self.regions[rank][0], self.regions[rank][0] + sizes[rank]
         self._arrivals = self._expect(packed, rank)
+        self._scattered = _Scattered(self._arrivals, self.regions[-1][1]) if len(self._arrivals) > 2 else None
         self._kept: Tensor | None = None
 
     def _expect(self, packed: Sequence[Sequence[Tensor]], rank: int) -> list[Arrival]:
@@ -63,7 +66,7 @@ class Staging:
             return self._kept
         with torch.inference_mode(False):  # it may be used again outside of it
             buffer = torch.empty(self.regions[-1][1], dtype=like.dtype, device=like.device)
-        if buffer.nbytes <= KEPT_BYTES:
+        if like.device.type == "cpu" and buffer.nbytes <= KEPT_BYTES:
             self._kept = buffer
         return buffer
 
@@ -80,11 +83,35 @@ class Staging:
     def unpack(self, buffer: Tensor) -> None:
         """Copy what arrived to the parameters of the other ranks."""
         with torch.no_grad():
+            if self._scattered is not None and self._scattered.flat:
+                self._scattered.copy_from(buffer)
+                return
             for low, high, targets, sizes, flat in self._arrivals:
                 if flat:
                     torch.split_with_sizes_copy(buffer[low:high], sizes, out=targets)
                 else:
                     torch._foreach_copy_(targets, _unflatten(buffer[low:high], targets))
+
+
+class _Scattered:
+    """Arrivals with gaps between them, as one call: the whole buffer is cut, and the gaps are left out."""
+
+    def __init__(self, arrivals: Sequence[Arrival], length: int) -> None:
+        self.flat = all(arrival.flat for arrival in arrivals)
+        self._targets = [target for arrival in arrivals for target in arrival.targets]
+        self._sizes: list[int] = []
+        self._is_wanted: list[bool] = []
+        end = 0
+        for arrival in arrivals:
+            self._sizes += [arrival.low - end, *arrival.sizes]
+            self._is_wanted += [False, *(True for _ in arrival.sizes)]
+            end = arrival.high
+        self._sizes.append(length - end)
+        self._is_wanted.append(False)
+
+    def copy_from(self, buffer: Tensor) -> None:
+        parts = torch.split_with_sizes(buffer, self._sizes)
+        torch._foreach_copy_(self._targets, list(compress(parts, self._is_wanted)))
 
 
 def _are_flat(tensors: Sequence[Tensor]) -> bool:
