@@ -158,7 +158,7 @@ def test_no_modules_import_each_other_in_a_circle():
     TopologicalSorter(graph).prepare()  # CycleError names them
 
 
-def test_the_files_of_a_checkpoint_know_torch_and_the_codec_only():
+def test_the_files_of_a_checkpoint_know_torch_the_codec_and_copies_to_the_host_only():
     outside = {
         module
         for name, path in MODULES.items()
@@ -166,7 +166,7 @@ def test_the_files_of_a_checkpoint_know_torch_and_the_codec_only():
         for module in modules_imported_by(path)
         if package_of(module) != "checkpoint.storage"
     }
-    assert outside == {"comm.codec"}
+    assert outside == {"comm.codec", "comm.host_copies"}
 
 
 def test_nothing_but_the_package_itself_and_what_takes_optimizers_imports_the_optimizer():

@@ -11,7 +11,8 @@ from torch.nn import Module, Parameter
 
 from shardstep.checkpoint.adapter import OptimizerAdapter
 from shardstep.checkpoint.keys import EXTRA, GROUPS, MODEL, OPTIM, STATE
-from shardstep.checkpoint.leaves import copied_to_host, is_tensor_tree, leaved, with_leaves
+from shardstep.checkpoint.leaves import is_tensor_tree, leaved, with_leaves
+from shardstep.checkpoint.snapshot import Snapshot
 from shardstep.comm.codec import plain_option
 from shardstep.comm.process_group import Group
 from shardstep.layout.shares import Share
@@ -30,10 +31,14 @@ class Contribution:
     form: dict[str, Any]
     shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of all parameters
     orders: dict[str, list[int]] = field(default_factory=dict)  # of tensors with another order in memory, by key
+    snapshot: Snapshot | None = None  # the copies that the form is made of, if some are under way
 
     def stage(self) -> None:
         """Replace everything by a copy on the CPU, so that training can go on."""
-        self.form = named.map_leaves(self.form, copied_to_host)
+        snapshot = Snapshot()
+        self.form = named.map_leaves(self.form, snapshot.copied)
+        snapshot.hold_back()
+        self.snapshot = snapshot if snapshot.is_under_way else None
 
 
 def contribution_of(adapted: OptimizerAdapter, model: Module | None, extra: Mapping[str, Any] | None) -> Contribution:

@@ -5,7 +5,6 @@ DCP looks into dicts and lists: keys become texts, empty ones vanish. A ``Leaf``
 
 from __future__ import annotations
 
-import copy
 import io
 import pickle
 from collections.abc import Mapping
@@ -56,17 +55,6 @@ def _whole_tensor(shard: StateShard) -> Tensor:
             "optimizer with shard='tensor'."
         )
     return shard.parts[0].tensor
-
-
-def copied_to_host(leaf: Any) -> Any:
-    """A copy of a leaf of the tree on the CPU."""
-    if isinstance(leaf, Leaf):
-        return Leaf(copy.deepcopy(_on_host(leaf.value)))
-    if isinstance(leaf, StateShard):
-        return leaf.map(lambda tensor: tensor.to("cpu", copy=True))
-    if isinstance(leaf, Tensor):
-        return leaf.detach().to("cpu", copy=True)
-    return copy.deepcopy(leaf)
 
 
 def _on_host(value: Any) -> Any:

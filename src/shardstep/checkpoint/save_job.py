@@ -66,7 +66,7 @@ class SaveJob:
 
     def _end(self, error: BaseException | None, ended: Future[None]) -> None:
         """The thread has ended."""
-        self._contribution.form = {}  # the copy: the handle may be kept for long
+        self._contribution.form, self._contribution.snapshot = {}, None  # the copy: the handle may be kept for long
         if error is None:
             self._claim.release()  # before anybody can know that it has ended, and save again
             ended.set_result(None)
@@ -80,7 +80,9 @@ class SaveJob:
             ended.set_exception(inner)
 
     def _writer(self) -> Writer:
-        return Writer(self._group.rank, self._prepare, self._finish, self._reporting, self._progress)
+        snapshot = self._contribution.snapshot
+        await_copy = snapshot.wait_for if snapshot is not None else None
+        return Writer(self._group.rank, self._prepare, self._finish, self._reporting, self._progress, await_copy)
 
     def _undo(self, error: BaseException) -> None:
         """After a failure: the other ranks know, and nothing is left on disk."""
@@ -129,6 +131,8 @@ class SaveJob:
         self._aside = directories.aside_of(self._directory, token)
         with self._reporting():  # (on a file system of another host the directory may appear a moment later)
             self._aside.mkdir(parents=True, exist_ok=True)
+            if self._contribution.snapshot is not None:
+                self._contribution.snapshot.wait_for_leaves()
         return self._aside
 
     def _finish(self, written: Written) -> None:

@@ -1,1 +1,1 @@
-"""The files of a checkpoint. Knows torch and the codec only."""
+"""The files of a checkpoint. Knows torch, the codec and copies to host memory only."""

@@ -25,6 +25,7 @@ from shardstep.checkpoint.storage import dcp_versions, directories, safe_metadat
 from shardstep.checkpoint.storage import manifest as manifests
 from shardstep.checkpoint.storage.manifest import CheckpointError, FileList, Item, Manifest
 from shardstep.checkpoint.storage.torch_file import WINDOW_BYTES, Frame, bytes_in, frame_of, memory_of
+from shardstep.comm.host_copies import Uploads
 
 _SMALL_BYTES = 8 * 1024  # an item up to this size is read with one call, also if a part of it is wanted
 
@@ -51,6 +52,7 @@ class Reader(FileSystemReader):
         self._chunks_of: Metadata | None = None
         self._chunks: dict[Any, tuple[tuple[int, ...], torch.dtype]] = {}
         self._frames: dict[tuple[tuple[int, ...], torch.dtype], Frame] = {}
+        self._uploads = Uploads(WINDOW_BYTES)
 
     @property
     def directory(self) -> Path:
@@ -161,11 +163,32 @@ class Reader(FileSystemReader):
             target.copy_(saved)
         else:
             start = _flat_start(shape, region[0])
-            for at, window in _target_windows(target, dtype):
+            for at, window in self._windows_for(target, dtype):
                 file.read_range(info, payload, (start + at) * dtype.itemsize, memory_of(window))
                 if window.data_ptr() != target.data_ptr():
-                    _fill(target, at, window)
+                    self._fill(target, at, window)
         planner.commit_tensor(item, target)
+
+    def _windows_for(self, target: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
+        """Where to read to, in order, with the first element of each: the target's memory, or host memory for it."""
+        on_cpu = target.device.type == "cpu"
+        if on_cpu and target.is_contiguous() and target.dtype == dtype:
+            yield 0, target
+            return
+        row = 1 if target.is_contiguous() else target[0].numel()
+        step = max(WINDOW_BYTES // (row * dtype.itemsize), 1) * row
+        for at in range(0, target.numel(), step):
+            size = min(step, target.numel() - at) * dtype.itemsize
+            memory = torch.empty(size, dtype=torch.uint8) if on_cpu else self._uploads.room(size)
+            yield at, memory.view(dtype)
+
+    def _fill(self, target: Tensor, at: int, window: Tensor) -> None:
+        """Copy what was read, from element ``at`` on: whole rows, if the target is not contiguous."""
+        if target.is_contiguous():
+            self._uploads.send(window, target.view(-1)[at : at + window.numel()])
+        else:
+            rows = target.narrow(0, at // target[0].numel(), window.numel() // target[0].numel())
+            self._uploads.send(window.view(rows.shape), rows)
 
     def _payload_of(self, file: _OpenFile, info: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Item | None:
         """Where the elements of an item are in the file, if they are stored as in memory."""
@@ -261,26 +284,6 @@ def _is_contiguous_region(shape: tuple[int, ...], offsets: tuple[int, ...], leng
 
 def _flat_start(shape: tuple[int, ...], offsets: tuple[int, ...]) -> int:
     return sum(offset * prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
-
-
-def _target_windows(target: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
-    """Where to read to, in order, with the first element of each: the target's own memory, or host memory for it."""
-    if target.device.type == "cpu" and target.is_contiguous() and target.dtype == dtype:
-        yield 0, target
-        return
-    row = 1 if target.is_contiguous() else target[0].numel()
-    step = max(WINDOW_BYTES // (row * dtype.itemsize), 1) * row
-    for at in range(0, target.numel(), step):
-        yield at, torch.empty(min(step, target.numel() - at), dtype=dtype)
-
-
-def _fill(target: Tensor, at: int, window: Tensor) -> None:
-    """Copy what was read, from element ``at`` on: whole rows, if the target is not contiguous."""
-    if target.is_contiguous():
-        target.view(-1)[at : at + window.numel()].copy_(window)
-    else:
-        rows = target.narrow(0, at // target[0].numel(), window.numel() // target[0].numel())
-        rows.copy_(window.view(rows.shape))
 
 
 class SafeLoadPlanner(DefaultLoadPlanner):

@@ -8,8 +8,9 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch.futures import Future
 from shardstep.checkpoint.storage import manifest as manifests
 from shardstep.checkpoint.storage.manifest import FileList, Item, RunningChecksum
 from shardstep.checkpoint.storage.torch_file import WINDOW_BYTES, Frame, frame_of, memory_of
+from shardstep.comm.host_copies import on_host
 
 
 class Written(NamedTuple):
@@ -33,6 +35,13 @@ class Written(NamedTuple):
     results: list[WriteResult]
     name: str  # of its file
     file: FileList
+
+
+class _Part(NamedTuple):
+    """Of which item a window of elements is, and what the item is."""
+
+    position: int
+    data: Tensor | io.BytesIO
 
 
 class Writer(StorageWriter):
@@ -49,8 +58,10 @@ class Writer(StorageWriter):
         finish: Callable[[Written], None],
         reporting: Callable[[], AbstractContextManager[None]],
         progress: Callable[[int], None] | None = None,
+        await_copy: Callable[[Tensor], None] | None = None,
     ) -> None:
         super().__init__()
+        self._await_copy = await_copy  # called before host memory is read, if a device may still write to it
         self._progress = progress  # called with the bytes of every item
         self._directory, self._rank = Path(), rank
         self._prepare, self._finish, self._reporting = prepare, finish, reporting
@@ -87,9 +98,9 @@ class Writer(StorageWriter):
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         results, items, offset = [], {}, 0
         with open(self._directory / self._name, "wb", buffering=0) as stream:
-            for item in plan.items:
-                data = planner.resolve_data(item)
-                written = self._write_item(stream, data, offset)
+            parts = on_host(self._parts(plan, planner), WINDOW_BYTES)
+            for position, of_item in groupby(parts, lambda part: part[0].position):
+                item, written = plan.items[position], self._write_item(stream, of_item, offset)
                 items[offset] = written
                 if self._progress is not None:
                     self._progress(written.length)
@@ -107,9 +118,21 @@ class Writer(StorageWriter):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike) -> bool:
         return True
 
-    def _write_item(self, stream: io.FileIO, data: Tensor | io.BytesIO, offset: int) -> Item:
-        if isinstance(data, Tensor) and data.nbytes > 0:
-            return self._write_framed(stream, data.detach(), offset)
+    def _parts(self, plan: SavePlan, planner: SavePlanner) -> Iterator[tuple[_Part, Tensor | None]]:
+        """What is written, in order: of a tensor that is framed its elements, in windows; of others nothing."""
+        for position, item in enumerate(plan.items):
+            data = planner.resolve_data(item)
+            if isinstance(data, Tensor) and data.nbytes > 0:
+                tensor = data.detach().resolve_conj().resolve_neg()
+                for window in _windows(tensor, whole=self._await_copy is None):
+                    yield _Part(position, tensor), window
+            else:
+                yield _Part(position, data), None
+
+    def _write_item(self, stream: io.FileIO, parts: Iterator[tuple[_Part, Tensor | None]], offset: int) -> Item:
+        (_, data), window = next(parts)
+        if isinstance(data, Tensor) and window is not None:
+            return self._write_framed(stream, data, chain([window], (window for _, window in parts)), offset)
         if isinstance(data, Tensor):
             buffer = io.BytesIO()
             torch.save(data.detach().cpu().clone(memory_format=torch.contiguous_format), buffer)
@@ -122,14 +145,16 @@ class Writer(StorageWriter):
         _write_all(stream, [payload])
         return Item(offset, len(payload), 0, len(payload), block, 0, tuple(checksum.noted))
 
-    def _write_framed(self, stream: io.FileIO, tensor: Tensor, offset: int) -> Item:
+    def _write_framed(self, stream: io.FileIO, tensor: Tensor, windows: Iterable[Any], offset: int) -> Item:
         key = tuple(tensor.shape), tensor.dtype
         if key not in self._frames:
             self._frames[key] = frame_of(*key)
         frame, block = self._frames[key], manifests.block_for(tensor.nbytes)
         checksum = RunningChecksum(block)
         first: list[memoryview | bytes] = [frame.head]
-        for window in _host_windows(tensor.resolve_conj().resolve_neg()):
+        for window in windows:
+            if self._await_copy is not None:
+                self._await_copy(window)
             memory = memory_of(window)
             checksum.add(memory)
             _write_all(stream, [*first, memory])
@@ -142,14 +167,14 @@ class Writer(StorageWriter):
         return Item(offset, length, len(frame.head), tensor.nbytes, block, frame_crc, tuple(checksum.noted))
 
 
-def _host_windows(tensor: Tensor) -> Iterator[Tensor]:
-    """The elements of a tensor in order, as contiguous CPU tensors: itself, or copies of a bounded size."""
-    if tensor.device.type == "cpu" and tensor.is_contiguous():
+def _windows(tensor: Tensor, *, whole: bool) -> Iterator[Tensor]:
+    """The elements of a tensor in order, in parts of a bounded size. ``whole``: not if they can be written as they are."""
+    if whole and tensor.device.type == "cpu" and tensor.is_contiguous():
         yield tensor
         return
     rows = tensor.view(-1) if tensor.is_contiguous() else tensor
     row_bytes = max(rows[0].nbytes, 1)
-    yield from (window.contiguous().cpu() for window in rows.split(max(WINDOW_BYTES // row_bytes, 1)))
+    yield from rows.split(max(WINDOW_BYTES // row_bytes, 1))
 
 
 def _write_all(stream: io.FileIO, parts: Sequence[memoryview | bytes]) -> None:

@@ -1,0 +1,131 @@
+"""The copy of the state in host memory that an asynchronous save writes, while training goes on.
+
+Tensors of a device go to pinned memory on a stream beside the computation. The call that saves only enqueues the copies;
+the thread that writes waits for each before it reads it. Nobody may change a tensor before it is copied, and the device
+sees to that: what training enqueues next waits for the copies (``hold_back``), not for the disk.
+"""
+
+from __future__ import annotations
+
+import bisect
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_map_only
+
+from shardstep.checkpoint.leaves import Leaf
+from shardstep.comm.host_copies import BUFFER_BYTES, aligned, pinned_bytes, view_as
+from shardstep.comm.streams import Mark, SideStream, has_streams
+from shardstep.state.shard import StateShard
+
+
+class _Strip(NamedTuple):
+    """A range of host memory, up to what point of a stream it is written, and the tensors it is copied from."""
+
+    stop: int  # address
+    mark: Mark
+    sources: list[Tensor]  # to live until they are copied: see comm/streams.py, "whose memory"
+
+
+class Snapshot:
+    """Copies of tensors on the host, some of them still under way."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, SideStream] = {}
+        self._block, self._filled = torch.empty(0, dtype=torch.uint8), 0  # for small tensors, several in one
+        self._strips: dict[int, _Strip] = {}  # by address
+        self._starts: list[int] = []  # their addresses, in order, when all copies are enqueued
+        self._of_leaves: list[Tensor] = []
+
+    def copied(self, leaf: Any) -> Any:
+        """A copy of a leaf of the tree on the host, which may be under way."""
+        if isinstance(leaf, Leaf):
+            return Leaf(self._copied_tree(leaf.value))
+        if isinstance(leaf, StateShard):
+            return leaf.map(self._copied)
+        if isinstance(leaf, Tensor):
+            return self._copied(leaf.detach())
+        return copy.deepcopy(leaf)
+
+    def _copied_tree(self, value: Any) -> Any:
+        """A copy of plain data with tensors in it."""
+        enqueued: dict[int, Any] = {}  # what deepcopy is to leave as it is
+
+        def on_host(tensor: Tensor) -> Tensor:
+            if not has_streams(tensor.device):
+                return tensor.detach().cpu()
+            host = self._copied(tensor.detach())
+            enqueued[id(host)] = host
+            return host
+
+        here = tree_map_only(Tensor, on_host, value)
+        self._of_leaves += enqueued.values()
+        return copy.deepcopy(here, enqueued)
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        if not has_streams(tensor.device) or is_traceable_wrapper_subclass(tensor) or tensor.nbytes == 0:
+            return tensor.to("cpu", copy=True)
+        if not _is_dense(tensor):
+            tensor = tensor.contiguous()
+        memory = self._room(tensor.nbytes)
+        self._enqueue(memory, tensor)
+        # In the order of its memory, which a copy keeps.
+        return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+    def _room(self, count: int) -> Tensor:
+        if count >= BUFFER_BYTES:
+            return pinned_bytes(count)
+        if self._filled + count > self._block.numel():
+            self._block, self._filled = pinned_bytes(BUFFER_BYTES), 0
+        place = self._block[self._filled : self._filled + count]
+        self._filled += aligned(count)
+        return place
+
+    def _enqueue(self, memory: Tensor, tensor: Tensor) -> None:
+        """Copy memory to memory, in strips, so that the first can be written while the last is copied."""
+        elements = torch.as_strided(tensor, (tensor.numel(),), (1,))
+        places = view_as(memory, elements)
+        step = max(BUFFER_BYTES // tensor.itemsize, 1)
+        stream = self._streams.setdefault(tensor.device, SideStream(tensor.device))
+        with stream.after_current():
+            for place, part in zip(places.split(step), elements.split(step), strict=True):
+                place.copy_(part, non_blocking=True)
+                self._strips[place.data_ptr()] = _Strip(place.data_ptr() + place.nbytes, stream.mark(), [tensor])
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether there are copies that must be waited for."""
+        return bool(self._strips)
+
+    def hold_back(self) -> None:
+        """The current stream goes on when all copies are made, and so does what training enqueues on it next."""
+        self._starts = sorted(self._strips)
+        for stream in self._streams.values():
+            stream.join()
+
+    def wait_for_leaves(self) -> None:
+        """Wait, on the host, for what is in leaves. They are read as a whole."""
+        for tensor in self._of_leaves:
+            self.wait_for(tensor)
+        self._of_leaves.clear()
+
+    def wait_for(self, tensor: Tensor) -> None:
+        """Wait, on the host, until a copy, or the part of it that ``tensor`` is, is made."""
+        start, stop = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        position = bisect.bisect_right(self._starts, start) - 1
+        for address in self._starts[max(position, 0) :]:
+            strip = self._strips[address]
+            if address >= stop:
+                return
+            if strip.stop > start:
+                strip.mark.wait_on_host()
+                strip.sources.clear()
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether its elements fill a range of memory, in whatever order of dimensions."""
+    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+    return tensor.permute(order).is_contiguous()
