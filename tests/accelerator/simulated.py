@@ -2,7 +2,7 @@
 
 Two devices, ``sim:0`` and ``sim:1``, with the CPU's kernels, and with what a CUDA device has beside kernels
 (``sim/*.h``): streams and events, an allocator by CUDA's rules, pinned host memory, and a process group with NCCL's
-contract, ``simccl``. A race detector watches all of it. Everything is deterministic. Nobody else has such a device: what
+contract, ``simccl``. A race detector watches all of it. Everything is deterministic. Nobody has such a device: what
 passes here is said to pass here. A process that has loaded it has an accelerator as far as torch is concerned, so only
 processes that are thrown away load it (``on_device``).
 

@@ -149,7 +149,7 @@ class Timeline:
             stream: the beginning of the stream's name ("default", "side", "simccl").
             between: two marks; what the host launched between them.
         """
-        first, last = (self._place(rank, one) for one in between) if between else (-1, len(self.intervals))
+        first, last = (self._place(rank, one) for one in between) if between else (-1, float("inf"))
         return [
             one
             for one in self.intervals

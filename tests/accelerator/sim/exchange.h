@@ -78,6 +78,13 @@ struct Part {
   Tensors reads, writes;    // undefined: left as it is
   std::function<Tensors(Wire&, const Tensors&)> run;  // what was read -> what is written, on the CPU
   Peer peer{};
+
+  int64_t bytes() const {  // the larger side: a whole that is gathered or scattered
+    int64_t in = 0, out = 0;
+    for (auto& one : reads) in += one.nbytes();
+    for (auto& one : writes) out += one.defined() ? one.nbytes() : in;
+    return std::max(in, out);
+  }
 };
 
 struct Failure {

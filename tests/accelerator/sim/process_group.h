@@ -171,6 +171,8 @@ struct ProcessGroup final : c10d::Backend {
     if (alone) key += parts[0].peer.sends ? pair(getRank(), peer) : pair(peer, getRank());
     job->agreed = std::any_of(parts.begin(), parts.end(), [](const Part& part) { return part.peer.rank < 0; });
     job->number = alone ? numbers_[key]++ : job->agreed ? through.count++ : -1;
+    launch.bytes = 0;
+    for (auto& part : parts) launch.bytes += part.bytes();
     launch.note("collective", key, job->number);
     for (auto& part : parts) part.reads.clear(), part.writes.clear();
     job->parts = std::move(parts);
