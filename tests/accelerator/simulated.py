@@ -12,8 +12,9 @@ processes that are thrown away load it (``on_device``).
 
 - ``host_reads()``: a context that gives a list, which has a ``HostRead`` for whatever made the host wait meanwhile.
 - ``collectives()``: a context that gives a Counter: what was launched, by kind; coalesced collectives once.
-- ``allocations()``: a context that gives a list of bytes and lines of what was allocated.
-- ``tracing()``: a context that gives a ``Log``, for ``timeline.Timeline``; ``mark(name)`` marks a place in it.
+- ``allocations()``: a context that gives a list of ``Allocation``: bytes, line, and whether the memory is new.
+- ``tracing()``: a context that gives a ``Log``, which counts kernels, for ``timeline.Timeline``; ``mark(name)`` marks
+  a place in it. One context at a time: ``allocations`` is one of these, too.
 - ``races_ignored()``: a context without the race detector. What is looked at too early is NaN there.
 - ``seed(number)``: how often an event says "not yet" before it is done.
 - ``check()``: raise what went wrong on streams that nobody waited for. ``on_device`` does that at the end.
@@ -245,6 +246,11 @@ class Log(NamedTuple):
     streams: list[tuple[int, str]]  # device and name
     entries: list[Entry]
 
+    @property
+    def kernels(self) -> Counter[str]:
+        """How many were launched, by name."""
+        return Counter(entry.name for entry in self.entries if entry.kind == "kernel")
+
 
 @contextmanager
 def tracing() -> Iterator[Log]:
@@ -264,12 +270,19 @@ def mark(name: str) -> None:
     build().mark(name)
 
 
+class Allocation(NamedTuple):
+    bytes: int
+    line: str
+    is_new: bool  # not memory that was used before
+
+
 @contextmanager
-def allocations() -> Iterator[list[tuple[int, str]]]:
-    found = list[tuple[int, str]]()
+def allocations() -> Iterator[list[Allocation]]:
+    found = list[Allocation]()
     with tracing() as log:
         yield found
-    found += ((entry.bytes, entry.line) for entry in log.entries if entry.kind == "allocate")
+    made = (entry for entry in log.entries if entry.kind == "allocate")
+    found += (Allocation(entry.bytes, entry.line, entry.name == "new") for entry in made)
 
 
 @contextmanager

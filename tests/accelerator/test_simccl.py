@@ -204,6 +204,24 @@ def test_collectives_in_different_orders_are_an_error_that_shows_both(what: str)
 
 
 @on_device
+def _lose_a_rank(rank: int, world: int) -> str:
+    if rank == 1:
+        return ""
+    data = torch.ones(4, device="sim")
+    work = dist.all_reduce(data, async_op=True)
+    work.wait()  # nobody knows yet
+    with pytest.raises(RuntimeError) as raised:
+        data.tolist()
+    return str(raised.value)
+
+
+def test_a_rank_that_leaves_is_noticed_by_who_needs_the_result() -> None:
+    error, _ = run_ranks(_lose_a_rank, 2, fresh=True, pg_timeout=10)
+    assert "simccl: all_reduce(4 x Float, sum)" in error
+    assert "in _lose_a_rank" in error
+
+
+@on_device
 def _refuse(rank: int, world: int) -> None:
     backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device("sim"))
     with pytest.raises(RuntimeError, match="simccl expects tensors of the simulated device but got cpu"):

@@ -109,6 +109,24 @@ def test_autograd_is_in_order_and_a_hook_on_another_stream_is_not() -> None:
     run_ranks(_race_in_backward, 1, fresh=True)
 
 
+@on_device
+def _cross_devices(rank: int, world: int) -> None:
+    sim = torch.get_device_module("sim")
+    first = torch.ones(4, device="sim:0")
+    second = first.to("sim:1", non_blocking=True) * 2  # both devices' streams are ordered by the copy
+    first.zero_()
+    side = sim.Stream(device="sim:1")
+    with sim.stream(side), pytest.raises(RuntimeError, match=r"(?s)A race.*\"side 2\" of sim:1.*\"default\" of sim:1"):
+        second + 1
+    with sim.device(1):
+        assert torch.empty(1, device="sim").device.index == 1
+    assert second.tolist() == [2.0] * 4
+
+
+def test_copies_between_devices_are_in_order_and_each_device_has_its_streams() -> None:
+    run_ranks(_cross_devices, 1, fresh=True)
+
+
 # --- lateness ---------------------------------------------------------------------------------------------------------
 
 
@@ -267,8 +285,10 @@ def _free(rank: int, world: int) -> None:
     assert torch.accelerator.max_memory_allocated() == before + 40_448
     with simulated.allocations() as made:
         torch.zeros(10_000, device="sim")
-    assert [size for size, _ in made] == [40_448]
-    assert "in _free" in made[0][1]
+        fresh = torch.zeros(50_000, device="sim")
+    assert [(one.bytes, one.is_new) for one in made] == [(40_448, False), (200_192, True)]
+    assert fresh.numel()
+    assert "in _free" in made[0].line
 
 
 def test_memory_goes_back_to_its_stream_and_record_stream_holds_it() -> None:

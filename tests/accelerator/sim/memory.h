@@ -33,6 +33,7 @@ struct Block {
   int stream;  // that was current when it was given out
   size_t asked = 0;
   int line = 0, freed_at = 0;
+  bool was_used = false;  // before: then giving it out again costs nothing
   Accesses accesses{};
   std::vector<std::shared_ptr<Arrival>> arrivals{};
   std::set<int> recorded{};         // streams
@@ -68,7 +69,8 @@ struct Memory final : c10::DeviceAllocator {
     auto& used = usage[stream.device];
     block->asked = bytes, block->line = line;
     used.current += rounded(bytes), used.peak = std::max(used.peak, used.current), ++used.count;
-    trace.add({"allocate", stream.last(), "", int64_t(rounded(bytes)), line});
+    trace.add({"allocate", stream.last(), block->was_used ? "again" : "new", int64_t(rounded(bytes)), line});
+    block->was_used = true;
     std::memset(block->data, POISON, block->size);
     block->accesses.reset(block->size, {stream.last(), names("allocation"), line, true});
     return {block->data, block, &release, sim::device(-1)};
