@@ -1,13 +1,14 @@
-"""Every test of this folder is about the simulated device, and needs it."""
+"""Every test of this folder is about an accelerator, and needs it: the simulated device, or a GPU (``devices.py``)."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.accelerator.simulated import missing
+from tests.accelerator import devices
 
 HERE = Path(__file__).parent
 
@@ -17,13 +18,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker("accelerator")
+            reason = _out_of_place(item)
+            if reason:
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def _out_of_place(item: Any) -> str:
+    """Why a test cannot run on the device that was chosen; empty if it can."""
+    if devices.DEVICE == "sim":
+        return ""
+    if getattr(item.module, "on_device", None) is not devices.on_device:  # which one it has, it says in its imports
+        return "is about the simulated device itself"
+    world = getattr(item, "callspec", None) and item.callspec.params.get("world", 1)
+    return "" if not world or devices.fits(world) else f"needs {world} devices"
 
 
 @pytest.fixture(autouse=True)
 def device() -> None:
-    """Skip where it cannot be built; where it must be (``SHARDSTEP_DEVICE=required``), that is a failure."""
-    reason = missing()
+    """Skip where it is not; where it must be (``SHARDSTEP_DEVICE=required``), that is a failure."""
+    reason = devices.missing()
+    what = "the simulated device" if devices.DEVICE == "sim" else devices.DEVICE
     if reason and os.environ.get("SHARDSTEP_DEVICE") == "required":
-        pytest.fail(f"SHARDSTEP_DEVICE=required, but the simulated device needs {reason} to be built", pytrace=False)
+        pytest.fail(f"SHARDSTEP_DEVICE=required, but {what} needs {reason}", pytrace=False)
     if reason:
-        pytest.skip(f"the simulated device needs {reason} to be built")
+        pytest.skip(f"{what} needs {reason}")
