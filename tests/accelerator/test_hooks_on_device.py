@@ -1,0 +1,233 @@
+"""DDP's hooks that step inside backward, under real DDP on the simulated device."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
+from tests.accelerator import simulated
+from tests.accelerator.devices import simulation_only
+from tests.accelerator.simulated import ACCELERATOR_ONLY, on_device
+from tests.harness import run_ranks
+
+pytestmark = simulation_only
+on_accelerator_only = partial(on_device, backends=ACCELERATOR_ONLY)
+HOOKS = {"last": hook_with_zero_step, "interleaved": hook_with_zero_step_interleaved}
+# DDP divides before it adds and the oracle after: a few roundings of float64 in numbers of the order of 1.
+SUMMED_OTHERWISE = 1e-12
+DDP: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "view": {"gradient_as_bucket_view": True},
+    "static": {"static_graph": True},
+    "unused": {"find_unused_parameters": True},
+    "unused, view": {"find_unused_parameters": True, "gradient_as_bucket_view": True},
+}
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(7, 13), nn.Linear(13, 11), nn.Linear(11, 9), nn.Linear(9, 3)])
+        self.extra = nn.Parameter(torch.ones(3))  # not used by everybody, and not always
+        self.never = nn.Parameter(torch.ones(2))
+        self.double()
+
+    def forward(self, batch: Tensor, extra: bool) -> Tensor:
+        for layer in self.layers:
+            batch = torch.tanh(layer(batch))
+        return batch * self.extra if extra else batch
+
+
+def model_for(kind: str) -> Model:
+    model = Model()
+    if "unused" not in kind and kind != "static":
+        model.never.requires_grad_(False)
+    return model
+
+
+def uses_extra(kind: str, step: int, rank: int) -> bool:
+    return step % 3 != 1 and (rank == 0 or step > 3) if "unused" in kind else True
+
+
+def batches(rank: int, device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + rank)
+    return [torch.randn(4, 7, dtype=torch.float64, generator=generator).to(device) for _ in range(14)]
+
+
+def train_plainly(kind: str, world: int, steps: int) -> list[Tensor]:
+    """The oracle: one process, the CPU, the mean of all ranks' losses."""
+    model, data = model_for(kind), [batches(rank, "cpu") for rank in range(world)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        losses = [model(data[r][step], uses_extra(kind, step, r)).square().mean() for r in range(world)]
+        (sum(losses) / world).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def wrapped(kind: str, hook: str, **settings: Any) -> tuple[DistributedDataParallel, ZeroRedundancyOptimizer]:
+    model = model_for(kind).to("sim")
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-3, **DDP[kind])  # type: ignore[arg-type]
+    options = {"lr": 1e-2, "weight_decay": 0.1, "bucket_cap_mb": 1e-3} | settings
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, overlap_with_ddp=True, **options)
+    ddp.register_comm_hook(None, HOOKS[hook](allreduce_hook, ddp, optimizer))
+    return ddp, optimizer
+
+
+def train(kind: str, hook: str, rank: int, steps: int, **settings: Any) -> list[Tensor]:
+    ddp, optimizer = wrapped(kind, hook, **settings)
+    data = batches(rank, "sim")
+    for step in range(steps):
+        optimizer.zero_grad()
+        ddp(data[step], uses_extra(kind, step, rank)).square().mean().backward()
+        optimizer.step()
+    return [param.detach().cpu() for param in ddp.module.parameters()]
+
+
+def train_in_all_ways(rank: int, world: int) -> None:
+    for kind in DDP:
+        expected = train_plainly(kind, world, 6)
+        for hook in HOOKS:
+            for settings in (
+                ({}, {"shard": "tensor"}, {"parameters_as_bucket_view": True}) if kind == "plain" else ({},)
+            ):
+                for seed in (1, 2) if kind == "plain" else (1,):
+                    simulated.seed(seed)
+                    weights = train(kind, hook, rank, 6, **settings)
+                    message = f"{kind}, {hook}, {settings}, {seed}"
+                    torch.testing.assert_close(weights, expected, rtol=0, atol=SUMMED_OTHERWISE, msg=message)
+
+
+@on_device
+def _train_in_all_ways(rank: int, world: int) -> None:
+    train_in_all_ways(rank, world)
+
+
+@on_accelerator_only
+def _train_in_all_ways_without_gloo(rank: int, world: int) -> None:
+    train_in_all_ways(rank, world)
+
+
+@pytest.mark.parametrize("function", [_train_in_all_ways, _train_in_all_ways_without_gloo])
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_both_hooks_have_the_weights_of_one_process_and_no_race(world: int, function: Any) -> None:
+    run_ranks(function, world, fresh=True)
+
+
+def reads_of(kind: str, hook: str, rank: int) -> list[simulated.HostRead]:
+    """Ten iterations, after the second one. (DDP's own reads are torch's.)"""
+    ddp, optimizer = wrapped(kind, hook)
+    data = batches(rank, "sim")
+    for step in range(12):
+        if step == 2:
+            reads = simulated.host_reads()
+            found = reads.__enter__()
+        optimizer.zero_grad()
+        ddp(data[step], True).square().mean().backward()
+        optimizer.step()
+    reads.__exit__(None, None, None)
+    return [read for read in found if read.origin != "torch"]
+
+
+@on_device
+def _reads(rank: int, world: int) -> dict[tuple[str, str], int]:
+    return {(kind, hook): len(reads_of(kind, hook, rank)) for kind in DDP for hook in HOOKS}
+
+
+@on_accelerator_only
+def _reads_without_gloo(rank: int, world: int) -> dict[tuple[str, str], int]:
+    return {(kind, hook): len(reads_of(kind, hook, rank)) for kind in ("plain", "static", "unused") for hook in HOOKS}
+
+
+def test_ten_iterations_read_nothing_on_the_host() -> None:
+    for counts in run_ranks(_reads, 2, fresh=True):
+        assert set(counts.values()) == {0}, counts
+
+
+def test_without_a_backend_for_the_cpu_unused_parameters_cost_one_read_per_iteration_and_a_static_graph_none() -> None:
+    for counts in run_ranks(_reads_without_gloo, 2, fresh=True):
+        for (kind, _), count in counts.items():
+            assert count == (10 if kind == "unused" else 0), counts
+
+
+@on_device
+def _log_of_backward(rank: int, world: int) -> tuple[simulated.Log, int]:
+    ddp, optimizer = wrapped("plain", "interleaved")
+    data = batches(rank, "sim")
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp(data[step], True).square().mean().backward()
+    loss = ddp(data[3], True).square().mean()
+    with simulated.tracing() as log:
+        loss.backward()
+    return log, len(optimizer.layout.buckets)
+
+
+def test_the_interleaved_hook_leaves_backwards_stream_alone_until_its_last_kernel() -> None:
+    for log, buckets in run_ranks(_log_of_backward, 2, fresh=True):
+        computing = next(one.stream for one in log.entries if one.kind == "kernel")
+        sent = [place for place, one in enumerate(log.entries) if one.kind == "collective"]
+        assert len(sent) > buckets  # DDP's reductions, and our gathers
+        waits = [place for place, one in enumerate(log.entries) if one.kind == "wait" and one.order == computing]
+        # Backward's matrix products, all of which are launched before its stream waits for anything of ours.
+        products = [
+            place
+            for place, one in enumerate(log.entries)
+            if one.kind == "kernel" and one.stream == computing and "mm" in one.name
+        ]
+        assert len(products) >= 7
+        assert waits
+        assert not [place for place in waits if min(sent) < place < max(products)]
+        # A bucket was gathered before backward was over: the step is interleaved with it.
+        gathers = [
+            place for place in sent if "gather" in log.entries[place].name or "broadcast" in log.entries[place].name
+        ]
+        assert min(gathers) < max(products)
+
+
+@on_device
+def _join(rank: int, world: int, hook: str) -> list[Tensor]:
+    model = model_for("plain").to("sim")
+    ddp = DistributedDataParallel(model, bucket_cap_mb=1e-3)  # type: ignore[arg-type]
+    options = {"lr": 1e-2, "weight_decay": 0.1, "bucket_cap_mb": 1e-3}
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, overlap_with_ddp=bool(hook), **options)
+    if hook:
+        ddp.register_comm_hook(None, HOOKS[hook](allreduce_hook, ddp, optimizer))
+    data = batches(rank, "sim")
+    with Join([ddp, optimizer], divide_by_initial_world_size=False):
+        for step in range(3 + 2 * rank):
+            optimizer.zero_grad()
+            ddp(data[step], True).square().mean().backward()
+            optimizer.step()
+    optimizer.check_replicas()
+    return [param.detach().cpu() for param in model.parameters()]
+
+
+def _joined_oracle(world: int) -> list[Tensor]:
+    model, data = model_for("plain"), [batches(rank, "cpu") for rank in range(world)]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for step in range(3 + 2 * (world - 1)):
+        here = [rank for rank in range(world) if step < 3 + 2 * rank]
+        optimizer.zero_grad()
+        (sum(model(data[r][step], True).square().mean() for r in here) / len(here)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+@pytest.mark.parametrize("hook", ["", "interleaved"])
+def test_a_rank_without_inputs_is_lent_gradients_on_the_device(hook: str) -> None:
+    expected = _joined_oracle(3)
+    if hook:
+        pytest.skip("DDP divides by the ranks that have inputs before a hook does: see tests/ranks/test_ddp_hooks.py")
+    for weights in run_ranks(_join, 3, hook, fresh=True):
+        torch.testing.assert_close(weights, expected, rtol=0, atol=SUMMED_OTHERWISE)
