@@ -1,9 +1,20 @@
 """The simulated device, built on first use: ``load()`` makes it known to this process as ``sim``, for good.
 
-It has memory of another device type and the CPU's kernels (``device.cpp``), and a process group that carries its
-tensors with gloo (``process_group.h``). Nothing is asynchronous on it, and nobody else has such a device: what passes
-here is said to pass here. A process that has loaded it has an accelerator as far as torch is concerned, so only
-processes that are thrown away load it (``on_device``).
+Two devices, ``sim:0`` and ``sim:1``, with the CPU's kernels, and what a CUDA device has beside kernels (``sim/*.h``): streams
+and events, a race detector, an allocator by CUDA's rules, and a process group with NCCL's contract, ``simccl``. Everything is
+deterministic, and nobody else has such a device: what passes here is said to pass here. A process that has loaded it has an
+accelerator as far as torch is concerned, so only processes that are thrown away load it (``on_device``).
+
+``torch.sim`` has what ``torch.cuda`` has: ``Stream``, ``Event``, ``current_stream``, ``default_stream``, ``set_stream``, ``stream``,
+``synchronize``, ``memory_allocated``, ``max_memory_allocated``, ``reset_peak_memory_stats``; tensors have ``record_stream``; host memory
+can be pinned. Besides, for tests, here:
+
+- ``host_reads()``: a context; the list it gives has a ``HostRead`` for everything that made the host wait meanwhile.
+- ``collectives()``: a context; the Counter it gives has the collectives that were launched, by kind; coalesced ones once.
+- ``allocations()``: a context; a list of the bytes and lines of what was allocated.
+- ``tracing()``: a context; the log it gives goes to ``timeline.Timeline``, with those of the other ranks.
+- ``races_ignored()``: a context without the race detector: what comes too early is NaN there.
+- ``seed(number)``: how often an event says "not yet". ``check()``: raise what went wrong on streams that nobody waited for.
 """
 
 from __future__ import annotations
@@ -18,16 +29,19 @@ import sys
 import tempfile
 import types
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-SOURCES = Path(__file__).parent
+SOURCES = Path(__file__).parent / "sim"
 BACKENDS = "cpu:gloo,sim:simccl"
+ACCELERATOR_ONLY = "simccl"
 
 
 def _ninja() -> str | None:
@@ -48,7 +62,7 @@ def missing() -> str:
 
 def _folder() -> Path:
     """One for every version of the sources, of torch and of Python: it is built once on a machine."""
-    files = [SOURCES / name for name in ("device.cpp", "process_group.h")]
+    files = sorted(SOURCES.iterdir())
     facts = [torch.__version__, platform.python_version(), platform.machine(), *(file.read_text() for file in files)]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "shardstep-tests" / f"sim-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
@@ -82,6 +96,7 @@ def build() -> Any:
 def load() -> None:
     """Make the device and its process group known to torch, in this process."""
     extension = build()
+    extension.set_folders(f"{Path(torch.__file__).parent}/", __file__)
     torch.utils.rename_privateuse1_backend("sim")
     torch._register_device_module("sim", _module(extension))
     torch.utils.generate_methods_for_privateuse1_backend()
@@ -106,6 +121,40 @@ def _module(extension: Any) -> types.ModuleType:
     def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
         extension.default_generator(index_of(device)).set_state(state)
 
+    class Stream(torch.Stream):
+        def __new__(cls, device: Any = None, priority: int = 0) -> Any:
+            return super().__new__(cls, device=torch.device("sim", index_of(device)), priority=priority)
+
+    class Event(torch.Event):
+        def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
+            return super().__new__(
+                cls, "sim", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
+            )
+
+    @contextmanager
+    def stream(stream: Any) -> Iterator[None]:
+        if stream is None:
+            yield
+            return
+        before = torch.accelerator.current_stream(stream.device)
+        torch.accelerator.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.accelerator.set_stream(before)
+
+    @contextmanager
+    def device(device: Any) -> Iterator[None]:
+        before = extension.current_device()
+        extension.set_device(index_of(device))
+        try:
+            yield
+        finally:
+            extension.set_device(before)
+
+    def usage(key: str) -> Callable[..., int]:
+        return lambda device=None: extension.usage(index_of(device))[key]
+
     module.__dict__.update(
         is_available=lambda: True,
         is_initialized=lambda: True,
@@ -113,7 +162,21 @@ def _module(extension: Any) -> types.ModuleType:
         device_count=lambda: extension.device_count,
         current_device=extension.current_device,
         set_device=lambda device: extension.set_device(index_of(device)),
-        synchronize=lambda device=None: None,
+        device=device,
+        Stream=Stream,
+        Event=Event,
+        stream=stream,
+        current_stream=lambda device=None: torch.accelerator.current_stream(index_of(device)),
+        default_stream=lambda device=None: torch.Stream(stream_id=0, device_index=index_of(device), device_type=20),
+        set_stream=torch.accelerator.set_stream,
+        synchronize=lambda device=None: torch.accelerator.synchronize(index_of(device)),
+        memory_allocated=usage("current"),
+        max_memory_allocated=usage("peak"),
+        memory_reserved=usage("reserved"),
+        memory_held=usage("held"),
+        reset_peak_memory_stats=lambda device=None: extension.reset_peak(index_of(device)),
+        empty_cache=lambda: None,
+        manual_seed=lambda seed: None,
         manual_seed_all=lambda seed: None,
         get_rng_state=get_rng_state,
         set_rng_state=set_rng_state,
@@ -122,7 +185,112 @@ def _module(extension: Any) -> types.ModuleType:
     return module
 
 
-def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
+# --- what tests ask ---------------------------------------------------------------------------------------------------
+
+
+class HostRead(NamedTuple):
+    """What made the host wait."""
+
+    kind: str  # "copy to the host", "copy from the host", "synchronize", "barrier", or the operation
+    line: str  # the innermost one outside of torch
+    innermost: str  # the innermost of all, if that is in torch
+
+    @property
+    def origin(self) -> str:
+        """Whose code asked for it: "torch" (DDP, GradScaler, an optimizer), "shardstep", or "test"."""
+        if self.innermost:
+            return "torch"
+        return "shardstep" if "/shardstep/" in self.line else "test"
+
+
+@contextmanager
+def host_reads() -> Iterator[list[HostRead]]:
+    extension, found = build(), list[HostRead]()
+    start = extension.host_read_count()
+    try:
+        yield found
+    finally:
+        found += (HostRead(*read) for read in extension.host_reads(start))
+
+
+@contextmanager
+def collectives() -> Iterator[Counter[str]]:
+    extension, counts = build(), Counter[str]()
+    before = extension.launched()
+    try:
+        yield counts
+    finally:
+        counts.update(extension.launched())
+        counts.subtract(before)
+        for kind in [kind for kind, count in counts.items() if not count]:
+            del counts[kind]
+
+
+class Entry(NamedTuple):
+    """One line of a log, in the order of the host."""
+
+    kind: str  # kernel, copy, collective, wait, host waits, mark, allocate, free
+    stream: int  # and number: what was launched, or what is waited for
+    number: int
+    name: str
+    bytes: int
+    line: str
+    group: str
+    order: int  # of a collective in its group; of a wait, the stream that waits
+
+
+class Log(NamedTuple):
+    """What one rank has launched. Can be returned from ``run_ranks``."""
+
+    streams: list[tuple[int, str]]  # device and name
+    entries: list[Entry]
+
+
+@contextmanager
+def tracing() -> Iterator[Log]:
+    extension, log = build(), Log([], [])
+    extension.take_trace()
+    before = extension.trace(True)
+    try:
+        yield log
+    finally:
+        extension.trace(before)
+        log.streams.extend(extension.stream_names())
+        log.entries.extend(Entry(*entry) for entry in extension.take_trace())
+
+
+def mark(name: str) -> None:
+    """A place in the log."""
+    build().mark(name)
+
+
+@contextmanager
+def allocations() -> Iterator[list[tuple[int, str]]]:
+    found = list[tuple[int, str]]()
+    with tracing() as log:
+        yield found
+    found += ((entry.bytes, entry.line) for entry in log.entries if entry.kind == "allocate")
+
+
+@contextmanager
+def races_ignored() -> Iterator[None]:
+    before = build().detect_races(False)
+    try:
+        yield
+    finally:
+        build().detect_races(before)
+
+
+def seed(number: int) -> None:
+    build().seed(number)
+
+
+def check() -> None:
+    """Wait, really, for everything that was launched, and raise what went wrong. Leaves the order as it was."""
+    build().check()
+
+
+def on_device(function: Callable[..., Any], backends: str = BACKENDS) -> Callable[..., Any]:
     """A function for ``run_ranks(..., fresh=True)``, in processes that have the device and a group that serves it."""
 
     @functools.wraps(function)
@@ -134,8 +302,10 @@ def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
         store = dist.PrefixStore("sim", store)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dist.init_process_group(BACKENDS, store=store, rank=rank, world_size=world, timeout=timeout)
-        dist.barrier()
-        return function(rank, world, *args, **kwargs)
+            dist.init_process_group(backends, store=store, rank=rank, world_size=world, timeout=timeout)
+            dist.barrier()
+        result = function(rank, world, *args, **kwargs)
+        check()
+        return result
 
     return on_rank
