@@ -10,8 +10,11 @@ import torch
 import torch.distributed as dist
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep.checkpoint.adapter import adapter_of
+from shardstep.checkpoint.contribution import contribution_of
+from shardstep.checkpoint.snapshot import Snapshot
 from shardstep.checkpoint.storage import reader, writer
-from tests.accelerator.devices import DEVICE, device, on_device, run_ranks, same, sizes
+from tests.accelerator.devices import DEVICE, device, host_reads, on_device, run_ranks, same, simulation_only, sizes
 from tests.accelerator.training import OPTIMIZERS, loss_of, small_model, train_plainly
 
 STEPS = 2  # before the save; and as many after it
@@ -31,7 +34,7 @@ def _train(model: torch.nn.Module, optimizer: Any, rank: int, steps: range) -> N
 
 
 def _weights(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [param.detach().cpu() for param in model.parameters()]
+    return [param.detach().cpu().clone() for param in model.parameters()]
 
 
 def _set_window(window: int | None) -> None:
@@ -113,6 +116,32 @@ def test_a_checkpoint_of_a_device_loads_at_another_number_of_ranks(
 def test_tensors_that_pass_through_many_small_buffers_are_whole(asynchronous: bool, tmp_path: Path) -> None:
     run_ranks(_save, 1, str(tmp_path / "c"), asynchronous, 256)
     _check_loaded(tmp_path / "c", 1, 1, DEVICE, 256)
+
+
+@on_device
+def _save_in_background(rank: int, world: int, folder: str, hold_back: bool) -> list[str]:
+    """Where the call that saves made the host wait."""
+    if not hold_back:
+        Snapshot.hold_back = lambda self: setattr(self, "_starts", sorted(self._strips))  # type: ignore[method-assign]
+    model = small_model().to(DEVICE)
+    optimizer = _build(model)
+    _train(model, optimizer, 0, range(STEPS))
+    with host_reads() as reads:
+        contribution = contribution_of(adapter_of(optimizer), model, None)
+        contribution.stage()
+    _train(model, optimizer, 0, range(STEPS, 2 * STEPS))
+    return [str(read) for read in reads]
+
+
+def test_an_asynchronous_save_does_not_make_the_host_wait_for_the_device(tmp_path: Path) -> None:
+    assert run_ranks(_save_in_background, 1, str(tmp_path / "c"), True) == [[]]
+
+
+@simulation_only
+def test_a_step_that_would_not_wait_for_the_copies_is_caught(tmp_path: Path) -> None:
+    """The negative control of the tests above: without ``hold_back`` the next step writes what is still copied."""
+    with pytest.raises(AssertionError, match="(?i)race|unordered|without"):
+        run_ranks(_save_in_background, 1, str(tmp_path / "c"), False)
 
 
 @on_device
