@@ -7,12 +7,14 @@ TORCH  ?= 2.13.0
 OTHER  := .venv-torch-$(TORCH)
 DOCS   := .venv-docs
 FRAMES := .venv-frameworks
+GPU    := .venv-gpu
+GPU_TORCH ?= torch>=2.6
 NPROC  ?= 2
 ARGS   ?=
 # What needs no further packages: the others have suites of their own.
 OWN    := not optimizers and not frameworks and not package and not docs and not accelerator and not hosts
 
-.PHONY: train test test-all test-programs test-optimizers test-frameworks test-migration test-package test-accelerator test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-hosts bench-checkpoint bench-compare clean
+.PHONY: train test test-all test-programs test-optimizers test-frameworks test-migration test-package test-accelerator test-gpu test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-hosts bench-gpu bench-checkpoint bench-compare clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -72,6 +74,30 @@ test-package: $(VENV)/installed-package
 # skip and say so. SHARDSTEP_DEVICE=required: then they fail.
 test-accelerator: $(VENV)/installed
 	$(BIN)/python -m pytest tests/accelerator -m "not again" -n 2 $(ARGS)
+
+# The same tests on GPUs, with NCCL: a rank per GPU, at most 4. Takes the torch of $(PYTHON) if it is built for CUDA, else
+# installs one (GPU_TORCH), in an environment of its own. docs/gpu.md says what to do with the output.
+A_GPU = test -e /dev/nvidia0 || (nvidia-smi -L 2> /dev/null | grep -q GPU) \
+	|| { echo "make $@ needs an NVIDIA GPU, and this machine has none." >&2; exit 1; }
+HAS_CUDA := -c 'import sys, torch; sys.exit(torch.version.cuda is None or torch.__version__ < "2.6")' 2> /dev/null
+
+$(GPU)/installed: pyproject.toml
+	test -x $(GPU)/bin/python || $(PYTHON) -m venv --system-site-packages $(GPU)
+	$(GPU)/bin/python $(HAS_CUDA) || $(GPU)/bin/pip install --quiet --upgrade '$(GPU_TORCH)'
+	$(GPU)/bin/pip install --quiet --editable '.[test]'
+	touch $@
+
+test-gpu:
+	@$(A_GPU)
+	$(MAKE) $(GPU)/installed
+	$(GPU)/bin/python -c 'from benchmarks.gpu_worker import machine_text; print(machine_text())' | tee test-gpu.txt
+	SHARDSTEP_ACCELERATOR=cuda SHARDSTEP_DEVICE=required $(GPU)/bin/python -m pytest tests/accelerator -n 0 -ra \
+		$(ARGS) > test-gpu.log 2>&1; status=$$?; cat test-gpu.log; cat test-gpu.log >> test-gpu.txt; rm test-gpu.log; exit $$status
+
+bench-gpu:
+	@$(A_GPU)
+	$(MAKE) $(GPU)/installed
+	$(GPU)/bin/python -m benchmarks.gpu $(ARGS)
 
 # Several hosts, as namespaces of this machine (tests/hosts). It takes root, and two packages of the system, which are
 # installed if they are missing; whoever is not root sees the tests skipped. SHARDSTEP_HOSTS=required: then they fail.
@@ -158,4 +184,4 @@ bench-compare: $(VENV)/installed
 	$(BIN)/python -m benchmarks.compare $(BASE) $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(RIVALS) $(DOCS) $(FRAMES) site .venv-torch-* .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RIVALS) $(DOCS) $(FRAMES) $(GPU) site .venv-torch-* .pytest_cache .ruff_cache .hypothesis

@@ -98,7 +98,7 @@ def hooked(gpt: GPT, name: str, inner: Callable[..., Any] = allreduce_hook) -> C
 
 
 def fsdp2(gpt: GPT) -> Contestant:
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(gpt.head.weight.device.type, (dist.get_world_size(),))
     for module in [*gpt.blocks, gpt]:
         fully_shard(module, mesh=mesh, reshard_after_forward=False)
     optimizer = AdamW(gpt.parameters(), **ADAMW)
@@ -130,6 +130,8 @@ DDP = "DDP + AdamW"
 TORCH = "DDP + torch ZeRO"
 TORCH_VIEWS = "DDP + torch ZeRO, bucket views"
 ZERO1 = "DDP + shardstep"
+ZERO1_VIEWS = "DDP + shardstep, bucket views"
+ZERO1_LAZY = "DDP + shardstep, lazy gathers"
 ZERO2 = "shardstep, sharded gradients"
 ZERO2_VIEWS = "shardstep, sharded gradients, bucket views"
 REDUCE_SCATTER = "DDP + shardstep, reduce_scatter_hook"
@@ -149,6 +151,8 @@ MAKERS: dict[str, Callable[[GPT], Contestant]] = {
     TORCH: partial(ddp_zero, zero=TorchZero),
     TORCH_VIEWS: partial(ddp_zero, zero=TorchZero, parameters_as_bucket_view=True),
     ZERO1: partial(ddp_zero, zero=shardstep.ZeroRedundancyOptimizer),
+    ZERO1_VIEWS: partial(ddp_zero, zero=shardstep.ZeroRedundancyOptimizer, parameters_as_bucket_view=True),
+    ZERO1_LAZY: partial(ddp_zero, zero=shardstep.ZeroRedundancyOptimizer, lazy_gather=True),
     REDUCE_SCATTER: reduce_scattered,
     ZERO2: sharded_gradients,
     ZERO2_VIEWS: partial(sharded_gradients, parameters_as_bucket_view=True),

@@ -2,59 +2,71 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-LAYERS, WIDTH, HEADS, VOCABULARY, CONTEXT = 8, 512, 8, 8192, 32
+
+class Size(NamedTuple):
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    context: int
+
+
+DEFAULT = Size(8, 512, 8, 8192, 32)  # 33.6 M parameters in 101 tensors
 
 
 class Block(nn.Module):
     """Causal attention, then a two-layer perceptron; each reads a normalised copy of its input."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(WIDTH)
-        self.query_key_value = nn.Linear(WIDTH, 3 * WIDTH)
-        self.merge_heads = nn.Linear(WIDTH, WIDTH)
-        self.perceptron_norm = nn.LayerNorm(WIDTH)
-        self.widen = nn.Linear(WIDTH, 4 * WIDTH)
-        self.narrow = nn.Linear(4 * WIDTH, WIDTH)
+        self.heads = heads
+        self.attention_norm = nn.LayerNorm(width)
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.merge_heads = nn.Linear(width, width)
+        self.perceptron_norm = nn.LayerNorm(width)
+        self.widen = nn.Linear(width, 4 * width)
+        self.narrow = nn.Linear(4 * width, width)
 
-    def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, WIDTH)
-        per_head = self.query_key_value(self.attention_norm(x)).unflatten(-1, (3, HEADS, -1))
-        query, key, value = per_head.permute(2, 0, 3, 1, 4)  # each (batch, HEADS, tokens, WIDTH / HEADS)
+    def forward(self, x: Tensor) -> Tensor:  # (batch, tokens, width)
+        per_head = self.query_key_value(self.attention_norm(x)).unflatten(-1, (3, self.heads, -1))
+        query, key, value = per_head.permute(2, 0, 3, 1, 4)  # each (batch, heads, tokens, width / heads)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.merge_heads(mixed.transpose(1, 2).flatten(2))
         return x + self.narrow(F.gelu(self.widen(self.perceptron_norm(x))))
 
 
 class GPT(nn.Module):
-    """33.6 M parameters in 101 tensors: 8 layers, width 512, vocabulary 8192, head not tied. Returns the loss."""
+    """A decoder whose head is not tied to its embedding. Returns the loss."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: Size = DEFAULT) -> None:
         super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.positions = nn.Embedding(CONTEXT, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tokens = nn.Embedding(size.vocabulary, size.width)
+        self.positions = nn.Embedding(size.context, size.width)
+        self.blocks = nn.ModuleList(Block(size.width, size.heads) for _ in range(size.layers))
+        self.norm = nn.LayerNorm(size.width)
+        self.head = nn.Linear(size.width, size.vocabulary, bias=False)
 
-    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # both (batch, CONTEXT)
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:  # both (batch, context)
         x = self.tokens(tokens) + self.positions.weight
         for block in self.blocks:
             x = block(x)
         return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), targets.flatten())
 
 
-def make_gpt() -> GPT:
+def make_gpt(size: Size = DEFAULT) -> GPT:
     """The same weights on every call and rank."""
     torch.manual_seed(0)
-    return GPT()
+    return GPT(size)
 
 
-def make_batch(rank: int, number: int) -> tuple[Tensor, Tensor]:
-    """Batch ``number`` of a rank, 1 x 32 tokens: the same for every variant."""
+def make_batch(rank: int, number: int, sequences: int = 1, size: Size = DEFAULT) -> tuple[Tensor, Tensor]:
+    """Batch ``number`` of a rank: the same for every variant."""
     generator = torch.Generator().manual_seed(1000 * number + rank)
-    text = torch.randint(VOCABULARY, (1, CONTEXT + 1), generator=generator)
+    text = torch.randint(size.vocabulary, (sequences, size.context + 1), generator=generator)
     return text[:, :-1], text[:, 1:]

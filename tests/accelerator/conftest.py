@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +35,16 @@ def _out_of_place(item: Any) -> str:
     return "" if not world or devices.fits(world) else f"needs {world} devices"
 
 
+@pytest.fixture(scope="session")
+def built() -> None:
+    """Build the simulated device before the first test: no test's timeout is for that."""
+    if devices.DEVICE == "sim" and not devices.missing():
+        build = "from tests.accelerator.simulated import build; build()"
+        subprocess.run([sys.executable, "-c", build], check=True, cwd=HERE.parent.parent)
+
+
 @pytest.fixture(autouse=True)
-def device() -> None:
+def device(built: None) -> None:
     """Skip where it is not; where it must be (``SHARDSTEP_DEVICE=required``), that is a failure."""
     reason = devices.missing()
     what = "the simulated device" if devices.DEVICE == "sim" else devices.DEVICE

@@ -87,6 +87,7 @@ def build() -> Any:
         os.environ["PATH"] = os.pathsep.join([str(Path(ninja).parent), os.environ.get("PATH", "")])
     with open(folder / "building", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "lock").unlink(missing_ok=True)  # torch's own, of a process that was killed: it would wait forever
         return cpp_extension.load(
             "shardstep_sim",
             [str(SOURCES / "device.cpp")],

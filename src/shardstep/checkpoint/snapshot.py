@@ -1,8 +1,8 @@
 """The copy of the state in host memory that an asynchronous save writes, while training goes on.
 
-Tensors of a device go to pinned memory on a stream beside the computation. The call that saves only enqueues the copies;
-the thread that writes waits for each before it reads it. Nobody may change a tensor before it is copied, and the device
-sees to that: what training enqueues next waits for the copies (``hold_back``), not for the disk.
+Tensors of a device go to pinned memory on a stream beside the computation. The call that saves only enqueues the
+copies; the thread that writes waits for each before it reads it. Nobody may change a tensor before it is copied, and
+the device sees to that: what training enqueues next waits for the copies (``hold_back``), not for the disk.
 """
 
 from __future__ import annotations

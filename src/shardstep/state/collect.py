@@ -16,7 +16,7 @@ from shardstep.layout.specs import Layout, ParamSpec, Piece
 from shardstep.params.memory_order import empty_in_order, order_of
 from shardstep.params.pieces import LocalPieces
 from shardstep.params.tensor_subclasses import closed, opened
-from shardstep.state.chunks import bytes_of, stream
+from shardstep.state.chunks import bring, bytes_of, stream
 from shardstep.state.cutting import check_cut_with
 
 
@@ -52,7 +52,7 @@ def _describe_entry(described: Described, entry: Mapping[str, Any], spec: ParamS
     for leaf in leaves:
         check_cut_with(leaf, spec, piece)
         order = order_of(leaf) if piece.whole else None
-        rows.append([dtype_name(leaf.dtype), list(leaf.shape), order])
+        rows.append([dtype_name(leaf.dtype), list(leaf.shape), order, leaf.device.type])
         described.tensors.append(leaf if order is None else leaf.permute(order))
     described.header.append([spec.index, piece.start, piece.stop, tree, rows])
 
@@ -84,12 +84,17 @@ def collect(
         targets = assembly.make_room(received) if receives else []
         if source == group.rank:
             spans = [bytes_of(tensor) for tensor in described.tensors]
-            for target, span in zip(targets, spans, strict=receives):
-                target.copy_(span)
-            stream(group, spans, source, to, chunk_bytes)
+            if receives:
+                bring(spans, targets, chunk_bytes)
+            stream(group, spans, _kinds(described.header), source, to, chunk_bytes)
         elif receives:
-            stream(group, targets, source, to, chunk_bytes)
+            stream(group, targets, _kinds(received), source, to, chunk_bytes)
     return assembly.result(find_class) if receives else {}
+
+
+def _kinds(header: list[Any]) -> list[str]:
+    """On what type of device its source has each tensor that a header speaks of."""
+    return [kind for *_, rows in header for *_, kind in rows]
 
 
 class _Assembly:
@@ -109,7 +114,7 @@ class _Assembly:
             if start == 0:  # values of which there is one per parameter come from its first piece
                 self._trees[index] = tree
             self._arrived[index] = self._arrived.get(index, 0) + stop - start
-            for position, (dtype, shape, order) in enumerate(rows):
+            for position, (dtype, shape, order, _) in enumerate(rows):
                 targets.append(self._target(spec, (start, stop), position, dtype_of(dtype), shape, order))
         return targets
 

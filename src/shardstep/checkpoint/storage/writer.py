@@ -168,7 +168,7 @@ class Writer(StorageWriter):
 
 
 def _windows(tensor: Tensor, *, whole: bool) -> Iterator[Tensor]:
-    """The elements of a tensor in order, in parts of a bounded size. ``whole``: not if they can be written as they are."""
+    """The elements of a tensor in order, in parts of a bounded size; ``whole``: or as they are, if they can be."""
     if whole and tensor.device.type == "cpu" and tensor.is_contiguous():
         yield tensor
         return

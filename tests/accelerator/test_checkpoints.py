@@ -1,0 +1,177 @@
+"""Checkpoints and state dicts of what is on a device: the same values as on the CPU, whoever writes meanwhile."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep.checkpoint.adapter import adapter_of
+from shardstep.checkpoint.contribution import contribution_of
+from shardstep.checkpoint.snapshot import Snapshot
+from shardstep.checkpoint.storage import reader, writer
+from tests.accelerator.devices import DEVICE, device, host_reads, on_device, run_ranks, same, simulation_only, sizes
+from tests.accelerator.training import OPTIMIZERS, loss_of, small_model, train_plainly
+
+STEPS = 2  # before the save; and as many after it
+SUMMED_OTHERWISE = 1e-12  # gradients are added up rank by rank, and in one process by autograd
+
+
+def _build(model: torch.nn.Module, **settings: Any) -> ZeroRedundancyOptimizer:
+    kind, options = OPTIMIZERS["AdamW"]
+    return ZeroRedundancyOptimizer(model.parameters(), kind, **options, **settings)
+
+
+def _train(model: torch.nn.Module, optimizer: Any, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+
+
+def _weights(model: torch.nn.Module) -> list[torch.Tensor]:
+    return [param.detach().cpu().clone() for param in model.parameters()]
+
+
+def _set_window(window: int | None) -> None:
+    """Let a tensor be many windows, and a buffer a few tensors."""
+    if window is not None:
+        writer.WINDOW_BYTES = reader.WINDOW_BYTES = window
+
+
+@on_device
+def _save(rank: int, world: int, folder: str, asynchronous: bool, window: int | None = None) -> Any:
+    _set_window(window)
+    model = small_model().to(DEVICE)
+    optimizer = _build(model, shard_gradients=True)
+    _train(model, optimizer, rank, range(STEPS))
+    extra = {"random": torch.arange(5, device=DEVICE), "nested": {"mean": (torch.ones(3, device=DEVICE), 2)}}
+    handle = checkpoint.save(folder, optimizer, model=model, extra=extra, asynchronous=asynchronous)
+    _train(model, optimizer, rank, range(STEPS, 2 * STEPS))  # while it is written, if it is
+    extra["random"].zero_()
+    handle.wait()
+    return _weights(model)
+
+
+@on_device
+def _load(rank: int, world: int, folder: str, place: str, parts: int, window: int | None = None) -> Any:
+    _set_window(window)
+    model = small_model().to(place)
+    optimizer = _build(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    extra = checkpoint.load(folder, optimizer, model=model)
+    loaded = _weights(model)
+    optimizer.consolidate_state_dict(to=world - 1)
+    state = optimizer.state_dict()["state"]
+    for step in range(STEPS, 2 * STEPS):
+        optimizer.zero_grad()
+        sum(loss_of(model, step, part) for part in range(parts)).div(parts).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    return loaded, state, extra, _weights(model)
+
+
+def _check_loaded(folder: Path, saved_at: int, world: int, place: str, window: int | None = None) -> None:
+    before, state = train_plainly("AdamW", STEPS, range(saved_at))
+    after, _ = train_plainly("AdamW", 2 * STEPS, range(saved_at))
+    results = run_ranks(_load, world, str(folder), place, saved_at, window)
+    for loaded, _, extra, weights in results:
+        same(loaded, before, SUMMED_OTHERWISE)
+        same(weights, after, SUMMED_OTHERWISE)
+        assert extra["random"].tolist() == [0, 1, 2, 3, 4]
+        assert extra["nested"]["mean"][0].tolist() == [1, 1, 1]
+    found = results[-1][1]
+    assert found.keys() == state["state"].keys()
+    for index, entry in state["state"].items():
+        same([found[index][key] for key in entry], list(entry.values()), SUMMED_OTHERWISE)
+
+
+@pytest.mark.parametrize("world", sizes())
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_what_is_saved_on_a_device_is_what_was_there_when_save_was_called(
+    world: int, asynchronous: bool, tmp_path: Path
+) -> None:
+    """Steps right after an asynchronous save do not change what is written, and train as if nothing was saved."""
+    after, _ = train_plainly("AdamW", 2 * STEPS, range(world))
+    for weights in run_ranks(_save, world, str(tmp_path / "c"), asynchronous):
+        same(weights, after, SUMMED_OTHERWISE)
+    checkpoint.verify(tmp_path / "c")
+    _check_loaded(tmp_path / "c", world, world, DEVICE)
+
+
+@pytest.mark.parametrize(("saved_at", "world", "place"), [(3, 2, DEVICE), (1, 3, DEVICE), (2, 1, "cpu")])
+def test_a_checkpoint_of_a_device_loads_at_another_number_of_ranks(
+    saved_at: int, world: int, place: str, tmp_path: Path
+) -> None:
+    run_ranks(_save, saved_at, str(tmp_path / "c"), True)
+    _check_loaded(tmp_path / "c", saved_at, world, place)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_tensors_that_pass_through_many_small_buffers_are_whole(asynchronous: bool, tmp_path: Path) -> None:
+    run_ranks(_save, 1, str(tmp_path / "c"), asynchronous, 256)
+    _check_loaded(tmp_path / "c", 1, 1, DEVICE, 256)
+
+
+@on_device
+def _save_in_background(rank: int, world: int, folder: str, hold_back: bool) -> list[str]:
+    """Where the call that saves made the host wait."""
+    if not hold_back:
+        Snapshot.hold_back = lambda self: setattr(self, "_starts", sorted(self._strips))  # type: ignore[method-assign]
+    model = small_model().to(DEVICE)
+    optimizer = _build(model)
+    _train(model, optimizer, 0, range(STEPS))
+    with host_reads() as reads:
+        contribution = contribution_of(adapter_of(optimizer), model, None)
+        contribution.stage()
+    _train(model, optimizer, 0, range(STEPS, 2 * STEPS))
+    return [str(read) for read in reads]
+
+
+def test_an_asynchronous_save_does_not_make_the_host_wait_for_the_device(tmp_path: Path) -> None:
+    assert run_ranks(_save_in_background, 1, str(tmp_path / "c"), True) == [[]]
+
+
+@simulation_only
+def test_a_step_that_would_not_wait_for_the_copies_is_caught(tmp_path: Path) -> None:
+    """The negative control of the tests above: without ``hold_back`` the next step writes what is still copied."""
+    with pytest.raises(AssertionError, match="(?i)race|unordered|without"):
+        run_ranks(_save_in_background, 1, str(tmp_path / "c"), False)
+
+
+@on_device
+def _consolidate(rank: int, world: int, chunk_mb: float) -> Any:
+    model = small_model().to(DEVICE)
+    optimizer = _build(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+    optimizer.consolidate_state_dict(to=world - 1, chunk_mb=chunk_mb)
+    plain = optimizer.state_dict()
+    whole = [optimizer.full_state(param)["exp_avg"] for param in model.parameters()]
+    again = [plain]
+    dist.broadcast_object_list(again, src=world - 1)
+    fresh = _build(small_model().to(DEVICE))
+    fresh.load_state_dict(again[0])
+    places = {value.device for entry in fresh.optim.state.values() for key, value in entry.items() if key != "step"}
+    assert places <= {device()}
+    return plain["state"], whole
+
+
+@pytest.mark.parametrize("world", sizes())
+@pytest.mark.parametrize("chunk_mb", [0.0005, 16])
+def test_the_state_that_is_collected_from_devices_is_that_of_the_plain_optimizer(world: int, chunk_mb: float) -> None:
+    _, expected = train_plainly("AdamW", STEPS)
+    results = run_ranks(_consolidate, world, chunk_mb)
+    found = results[-1][0]
+    for index, entry in expected["state"].items():
+        same([found[index][key] for key in entry], list(entry.values()))
+        assert all(value.device.type == "cpu" for value in found[index].values())
+    for _, whole in results:
+        same(whole, [entry["exp_avg"] for entry in expected["state"].values()])
