@@ -1,0 +1,38 @@
+"""``torch.compile(model)`` in every mode, on the device (``aot_eager``: the device has no inductor)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.accelerator.devices import device, on_device, run_ranks, same, sizes
+from tests.accelerator.modes import MODES, clone_weights, train_in
+from tests.accelerator.test_kernels import SUMMED_OTHERWISE
+from tests.accelerator.training import OPTIMIZERS, loss_of, small_model, train_plainly
+
+STEPS = 4
+
+
+@on_device
+def _train(rank: int, world: int, mode: str) -> Any:
+    kind, options = OPTIMIZERS["AdamW"]
+    model = small_model().to(device())
+    called, optimizer = train_in(mode, model, kind, options, ddp_cap_mb=25)  # dynamo wants its usual buckets
+    compiled = torch.compile(called, backend="aot_eager")
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        optimizer.wait_for_parameters()  # as the docstring of lazy_gather asks for with a compiled model
+        loss_of(compiled, step, rank).backward()
+        optimizer.step()
+    optimizer.check_replicas()
+    return clone_weights(model)
+
+
+@pytest.mark.parametrize("world", sizes(2, 3))
+@pytest.mark.parametrize("mode", MODES)
+def test_a_compiled_model_trains_as_the_plain_optimizer_does(mode: str, world: int) -> None:
+    expected, _ = train_plainly("AdamW", STEPS, range(world))
+    for weights in run_ranks(_train, world, mode):
+        same(weights, expected, SUMMED_OTHERWISE)
