@@ -12,9 +12,9 @@ processes that are thrown away load it (``on_device``).
 
 - ``host_reads()``: a context that gives a list, which has a ``HostRead`` for whatever made the host wait meanwhile.
 - ``collectives()``: a context that gives a Counter: what was launched, by kind; coalesced collectives once.
-- ``allocations()``: a context that gives a list of ``Allocation``: bytes, line, and whether the memory is new.
+- ``allocations()``: a context that gives a list of ``Allocation``: bytes, line, stream, whether the memory is new.
 - ``tracing()``: a context that gives a ``Log``, which counts kernels, for ``timeline.Timeline``; ``mark(name)`` marks
-  a place in it. One context at a time: ``allocations`` is one of these, too.
+  a place in it.
 - ``races_ignored()``: a context without the race detector. What is looked at too early is NaN there.
 - ``seed(number)``: how often an event says "not yet" before it is done.
 - ``check()``: raise what went wrong on streams that nobody waited for. ``on_device`` does that at the end.
@@ -256,14 +256,15 @@ class Log(NamedTuple):
 @contextmanager
 def tracing() -> Iterator[Log]:
     extension, log = build(), Log([], [])
-    extension.take_trace()
-    before = extension.trace(True)
+    start, outer = extension.trace_size(), extension.trace(True)
     try:
         yield log
     finally:
-        extension.trace(before)
+        extension.trace(outer)
         log.streams.extend(extension.stream_names())
-        log.entries.extend(Entry(*entry) for entry in extension.take_trace())
+        log.entries.extend(Entry(*entry) for entry in extension.trace_since(start))
+        if not outer:
+            extension.clear_trace()
 
 
 def mark(name: str) -> None:
@@ -275,6 +276,7 @@ class Allocation(NamedTuple):
     bytes: int
     line: str
     is_new: bool  # not memory that was used before
+    stream: str  # to whose pool it belongs
 
 
 @contextmanager
@@ -283,7 +285,8 @@ def allocations() -> Iterator[list[Allocation]]:
     with tracing() as log:
         yield found
     made = (entry for entry in log.entries if entry.kind == "allocate")
-    found += (Allocation(entry.bytes, entry.line, entry.name == "new") for entry in made)
+    for entry in made:
+        found.append(Allocation(entry.bytes, entry.line, entry.name == "new", log.streams[entry.stream][1]))
 
 
 @contextmanager

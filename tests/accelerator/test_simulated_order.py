@@ -283,12 +283,14 @@ def _free(rank: int, world: int) -> None:
     torch.zeros(10_000, device="sim")
     assert sim.max_memory_allocated() == before + 40_448
     assert torch.accelerator.max_memory_allocated() == before + 40_448
-    with simulated.allocations() as made:
+    with simulated.tracing() as log, simulated.allocations() as made:
         torch.zeros(10_000, device="sim")
         fresh = torch.zeros(50_000, device="sim")
     assert [(one.bytes, one.is_new) for one in made] == [(40_448, False), (200_192, True)]
     assert fresh.numel()
     assert "in _free" in made[0].line
+    assert made[0].stream == "default"
+    assert log.kernels == {"aten::zero_": 2}
 
 
 def test_memory_goes_back_to_its_stream_and_record_stream_holds_it() -> None:

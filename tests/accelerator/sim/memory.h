@@ -56,6 +56,7 @@ struct Memory final : c10::DeviceAllocator {
   };
   std::map<int, Pool> pools;  // by stream, which has a device
   std::set<Block*> expecting;
+  std::vector<std::shared_ptr<Arrival>> dropped;  // whose memory was freed first
   Usage usage[COUNT];
 
   static size_t rounded(size_t bytes) { return (bytes + 511) / 512 * 512; }
@@ -63,9 +64,11 @@ struct Memory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (!bytes) return {nullptr, nullptr, &release, sim::device(-1)};
     int line = lines.here();
+    std::vector<std::shared_ptr<Arrival>> over;  // ends after the lock: it may hold tensors, which may ask for Python's
     Locked lock(state);
     auto& stream = current_stream(sim::device(-1));
     auto* block = take(stream, rounded(bytes));
+    over.swap(dropped);
     auto& used = usage[stream.device];
     block->asked = bytes, block->line = line;
     used.current += rounded(bytes), used.peak = std::max(used.peak, used.current), ++used.count;
@@ -123,7 +126,9 @@ struct Memory final : c10::DeviceAllocator {
       if (!block->recorded.empty()) usage[block->device].held -= rounded(block->asked);
       pool.freed.push_back({std::move(block->accesses), block->freed_at});
       std::memset(block->data, POISON, block->size);
-      block->recorded.clear(), block->held_until.clear(), block->arrivals.clear(), expecting.erase(block);
+      block->recorded.clear(), block->held_until.clear(), expecting.erase(block);
+      std::move(block->arrivals.begin(), block->arrivals.end(), std::back_inserter(dropped));
+      block->arrivals.clear();
       pool.available.push_back(block);
     }
     pool.returned = std::move(later);

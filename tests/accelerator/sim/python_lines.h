@@ -2,7 +2,9 @@
 #pragma once
 #include <torch/csrc/utils/pybind.h>
 
+#include <deque>
 #include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -21,7 +23,8 @@ struct Lines {
   };
   std::map<PyCodeObject*, Code> codes;  // which it keeps alive
   std::map<std::array<std::pair<PyCodeObject*, int>, 2>, int> known;
-  std::vector<Line> all{Line()};
+  std::deque<Line> all{Line()};
+  std::mutex mutex;
   std::string torch_folder, own_file;
 
   const Code& code_of(PyCodeObject* code) {
@@ -60,6 +63,7 @@ struct Lines {
       frame = back;
     }
     if (!key[0].first && !key[1].first) return 0;
+    std::lock_guard<std::mutex> lock(mutex);
     auto [at, is_new] = known.try_emplace(key, int(all.size()));
     if (is_new) {
       Line line;
@@ -69,7 +73,10 @@ struct Lines {
     }
     return at->second;
   }
-  const Line& operator[](int line) const { return all[line]; }
+  const Line& operator[](int line) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return all[line];  // which stays where it is
+  }
 };
 inline Lines& lines = *new Lines;  // never destroyed: tensors may outlive the end of the program
 
