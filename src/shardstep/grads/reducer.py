@@ -161,7 +161,8 @@ class GradientReducer:
     def send_for_nothing(self, part: BucketPart) -> None:
         """Send zeros that other ranks have met, or will, and throw away what arrives."""
         zeros = Leaving([None] * len(part.bucket.params), set())
-        self._send(part, zeros.gradients, zeros.kept, self.used.here(part, zeros), 1, of_use=False)
+        divisor = self._sharded.ranks.everyone.world_size  # the others ask for a mean, too
+        self._send(part, zeros.gradients, zeros.kept, self.used.here(part, zeros), divisor, of_use=False)
 
     def _send(
         self,
