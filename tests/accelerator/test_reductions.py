@@ -43,7 +43,10 @@ def batch_of(step: int, rank: int, dtype: torch.dtype = torch.float64) -> Tensor
 
 def loss_of(model: nn.Module, step: int, rank: int, extra: bool = True) -> Tensor:
     param = next(model.parameters())
-    return model(batch_of(step, rank, param.dtype).to(param.device), extra).square().mean()
+    batch = batch_of(step, rank, param.dtype)
+    if param.device.type != "cpu":  # as a DataLoader with pin_memory does it: the host does not wait
+        batch = batch.pin_memory().to(param.device, non_blocking=True)
+    return model(batch, extra).square().mean()
 
 
 # --- loops: one iteration each, the same for us and for the oracle -----------------------------------------------------
@@ -160,10 +163,7 @@ def _train(rank: int, world: int, loops: Sequence[str], shard: str) -> dict[str,
         with simulated.host_reads() as reads:
             for step in range(2, STEPS):
                 LOOPS[loop](side, step)
-        with simulated.collectives() as calls:
-            pass
-        ours = [read for read in reads if "batch" not in read.line and "loss_of" not in read.line]
-        found[loop] = weights_of(side.model), [str(read) for read in ours if read.origin == "shardstep"], dict(calls)
+        found[loop] = weights_of(side.model), [str(read) for read in reads]
     return found
 
 
@@ -174,7 +174,7 @@ def test_every_loop_has_the_weights_of_the_cpu_and_never_makes_the_host_wait(wor
     for loop in LOOPS:
         expected = oracle(loop, world)
         for found in results:
-            weights, reads, _ = found[loop]
+            weights, reads = found[loop]
             torch.testing.assert_close(weights, expected, **CLOSE)
             assert reads == [], loop
 
@@ -334,7 +334,13 @@ def test_a_scaler_unscales_without_a_host_read_of_ours(world: int) -> None:
 
 @on_device
 def _fail(rank: int, world: int, find_unused: bool, buckets: int) -> list[Tensor]:
-    """In some iterations a rank raises in its forward; all skip the batch. In others it raises within backward."""
+    """In some iterations a rank raises in its forward; all skip the batch. In others it raises within backward.
+
+    ``buckets``: may be under way. With fewer than there are, the computation of the others waits for the rank that failed.
+
+    (The device runs kernels at once, so whatever touched the result of a reduction that one rank has not joined yet would
+    really wait for it. Here the backend averages, and nothing does.)
+    """
     side = sharded(rank, find_unused_parameters=find_unused, gradient_buckets_in_flight=buckets)
 
     class Broken(RuntimeError):
@@ -373,5 +379,5 @@ def test_a_batch_that_failed_on_one_rank_is_skipped_on_all(world: int, find_unus
             optimizer.zero_grad()
             torch.stack([loss_of(model, step, rank) for rank in range(world)]).mean().backward()
             optimizer.step()
-    for weights in run_ranks(_fail, world, find_unused, 2, fresh=True):
+    for weights in run_ranks(_fail, world, find_unused, 16, fresh=True):
         torch.testing.assert_close(weights, [param.detach() for param in model.parameters()], **CLOSE)

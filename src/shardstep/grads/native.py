@@ -108,11 +108,11 @@ class Native(Transport):
             part.pack(source, own, part.spans[0])
             return ReduceScatter(part, None, own, own, Handle(()), [own], still_divide=sending.divisor)
         self._joined.clear()
-        how = division(part.dtype, sending.divisor, self._group.world_size, self._can.averages)
         share = self._equal_share(part)
+        averages = self._can.averages and (share is not None or self._can.takes_unequal)
+        how = division(part.dtype, sending.divisor, self._group.world_size, averages)
         buffer = self._buffers.take(self._packed_numel(part), part.dtype)
         if share is None:
-            how = _without_average(how, self._group.world_size)
             part.pack(source, buffer)
         else:
             part.pack_evenly(source, buffer)
@@ -135,8 +135,9 @@ class Native(Transport):
             return reductions.reduce_scatter(self._group, buffer, out, how.in_reduction), out[: own.numel()]
         out = _extended(own, own.numel(), part.dtype)
         shares = [buffer[low:high] for low, high in part.spans]
-        call = reductions.reduce_scatter_unequal if self._can.takes_unequal else reductions.reduce_each
-        return call(self._group, shares, out), out
+        if self._can.takes_unequal:
+            return reductions.reduce_scatter_unequal(self._group, shares, out, how.in_reduction), out
+        return reductions.reduce_each(self._group, shares, out), out
 
     def finish(self, scatter: ReduceScatter, divisor: int, out: Tensor) -> None:
         (total,) = scatter.received
@@ -164,11 +165,6 @@ class Native(Transport):
         sizes = [high - low for low, high in part.spans]
         padded = max(sizes) * len(sizes)
         return max(sizes) if padded <= sum(sizes) * (1 + _MOST_PADDING) else None
-
-
-def _without_average(how: Division, ranks: int) -> Division:
-    """Lists of shares are summed."""
-    return Division(how.before, False, how.after * ranks) if how.in_reduction else how
 
 
 def _extended(own: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

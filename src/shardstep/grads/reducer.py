@@ -72,6 +72,7 @@ class GradientReducer:
         self._arrivals: dict[int, Mark] = {}  # on accelerators, by bucket: when it is in the shard
         self._in_flight: deque[InFlight] = deque()
         self._unmet: list[ReduceScatter] = []  # thrown away, and never met over sockets: their memory must stay
+        self._held: list[Tensor] = []  # memory of shards that were given up
         self._failure = ""
         self.sent = 0  # so far
         self.iteration = Iteration(0)
@@ -160,7 +161,8 @@ class GradientReducer:
     def send_for_nothing(self, part: BucketPart) -> None:
         """Send zeros that other ranks have met, or will, and throw away what arrives."""
         zeros = Leaving([None] * len(part.bucket.params), set())
-        self._send(part, zeros.gradients, zeros.kept, self.used.here(part, zeros), 1, of_use=False)
+        divisor = self._sharded.ranks.everyone.world_size  # the others ask for a mean, too
+        self._send(part, zeros.gradients, zeros.kept, self.used.here(part, zeros), divisor, of_use=False)
 
     def _send(
         self,
@@ -364,6 +366,15 @@ class GradientReducer:
     def join(self) -> None:
         """The current stream goes on when everything that was sent is where it belongs. The host does not wait."""
         self._transports.join()
+        self._held.clear()
+
+    def hold(self, shards: list[Tensor]) -> None:
+        """Keep memory of shards until ``join``: something may be under way to it.
+
+        After an abort that may never arrive if the other ranks are not told, so the computation must not wait for it.
+        """
+        if not self.reports:
+            self._held += shards
 
     # --- failing --------------------------------------------------------------------------------------------------
 

@@ -298,7 +298,10 @@ class BackwardScheduler:
         before = self._iteration
         aborted = self._zero_grads.is_abort()
         self._reducer.start_iteration(Iteration(before.number + 1, before.after_abort or aborted))
-        self._reducer.join()  # what is under way to the shards, of use or not, comes before their memory is given back
+        if aborted:
+            self._reducer.hold([shard.shard for shard in self._shards.buckets if shard.shard is not None])
+        else:
+            self._reducer.join()
         self._forget_backward()
         self._shards.clear(keep)
 
@@ -317,6 +320,7 @@ class BackwardScheduler:
                 self._reducer.used.end_round(part)
         self._reducer.discard()
         self._reducer.drain()
+        self._reducer.join()
         self._reducer.start_iteration(self._iteration.continued())
 
     def throw_leftovers_away(self) -> None:
