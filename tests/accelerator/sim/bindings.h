@@ -24,7 +24,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       for (auto& stream : streams.all) all.merge(stream.clock);
     }
     py::gil_scoped_release released;
-    memory.bring_in_all(all);
+    memory.bring_in_all(all, true);
   });
   m.def("host_reads", [](size_t since) {
     Locked lock(state);

@@ -16,6 +16,7 @@ constexpr int POISON = 0xff;
 struct Delivery {
   virtual ~Delivery() = default;
   virtual void await() = 0;  // throws what went wrong
+  virtual bool was_told_lost() { return false; }  // somebody has heard already that they never come
   virtual const char* bytes() const = 0;
 };
 
@@ -32,6 +33,7 @@ struct Block {
   int stream;  // that was current when it was given out
   size_t asked = 0;
   int line = 0, freed_at = 0;
+  bool was_used = false;  // before: then giving it out again costs nothing
   Accesses accesses{};
   std::vector<std::shared_ptr<Arrival>> arrivals{};
   std::set<int> recorded{};         // streams
@@ -67,7 +69,8 @@ struct Memory final : c10::DeviceAllocator {
     auto& used = usage[stream.device];
     block->asked = bytes, block->line = line;
     used.current += rounded(bytes), used.peak = std::max(used.peak, used.current), ++used.count;
-    trace.add({"allocate", stream.last(), "", int64_t(rounded(bytes)), line});
+    trace.add({"allocate", stream.last(), block->was_used ? "again" : "new", int64_t(rounded(bytes)), line});
+    block->was_used = true;
     std::memset(block->data, POISON, block->size);
     block->accesses.reset(block->size, {stream.last(), names("allocation"), line, true});
     return {block->data, block, &release, sim::device(-1)};
@@ -152,8 +155,8 @@ struct Memory final : c10::DeviceAllocator {
     expecting.insert(&block);
   }
 
-  // What whoever has this clock is ordered after must be there now.
-  void bring_in(Block& block, Range range, const Clock& clock) {
+  // What whoever has this clock is ordered after must be there now. `once`: errors that somebody has seen are not raised again.
+  void bring_in(Block& block, Range range, const Clock& clock, bool once = false) {
     auto overlaps = [&](Range other) { return other.first < range.second && range.first < other.second; };
     for (;;) {
       std::shared_ptr<Arrival> next;
@@ -163,23 +166,24 @@ struct Memory final : c10::DeviceAllocator {
           if (!next && overlaps(arrival->range) && clock.covers(arrival->point)) next = arrival;
       }
       if (!next) return;
-      next->from->await();
+      bool lost = once && next->from->was_told_lost();
+      if (!lost) next->from->await();
       Locked lock(state);
       auto at = std::find(block.arrivals.begin(), block.arrivals.end(), next);
       if (at == block.arrivals.end()) continue;
-      std::memcpy(block.data + next->range.first, next->from->bytes(), next->range.second - next->range.first);
+      if (!lost) std::memcpy(block.data + next->range.first, next->from->bytes(), next->range.second - next->range.first);
       block.arrivals.erase(at);
       if (block.arrivals.empty()) expecting.erase(&block);
     }
   }
 
-  void bring_in_all(const Clock& clock) {
+  void bring_in_all(const Clock& clock, bool once = false) {
     std::vector<Block*> blocks;
     {
       Locked lock(state);
       blocks.assign(expecting.begin(), expecting.end());
     }
-    for (auto* block : blocks) bring_in(*block, {0, block->size}, clock);
+    for (auto* block : blocks) bring_in(*block, {0, block->size}, clock, once);
   }
 
   static Memory& memory_of_all() {

@@ -1,6 +1,6 @@
 // Which Python line is at work: for errors, host reads, allocations and the trace.
 #pragma once
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <map>
 #include <string>
@@ -16,7 +16,7 @@ struct Line {
 // Every line and every name once: accesses keep numbers.
 struct Lines {
   struct Code {
-    bool in_torch, is_ours;
+    bool in_torch, is_ours;  // ours: nobody's, as the wrappers of others' calls
     std::string file, name;
   };
   std::map<PyCodeObject*, Code> codes;  // which it keeps alive
@@ -30,8 +30,9 @@ struct Lines {
       Py_INCREF(code);
       auto text = [](PyObject* from) { return std::string(PyUnicode_AsUTF8(from)); };
       auto file = text(code->co_filename);
-      bool ours = file == own_file || file.find("/contextlib.py") != std::string::npos || file.rfind("<", 0) == 0 ||
-                  file == torch_folder + "_tensor.py" || file == torch_folder + "utils/_contextlib.py";
+      auto is_in = [&](const std::string& part) { return file.find(part) != std::string::npos; };
+      bool ours = file == own_file || file.rfind("<", 0) == 0 || is_in("/contextlib.py") || is_in("/typing_extensions.py") ||
+                  is_in("/torch/_tensor.py") || is_in("/torch/utils/_contextlib.py") || is_in("/torch/accelerator/");
       at->second = {file.rfind(torch_folder, 0) == 0, ours, file, text(code->co_name)};
     }
     return at->second;
