@@ -1,7 +1,7 @@
 """The figures of a machine with GPUs: ``make bench-gpu`` (or ``python -m benchmarks.gpu``).
 
 Runs ``benchmarks.gpu_worker`` under torchrun, a rank per GPU, and writes a dated results file. Variants alternate
-inside one run. Without GPUs, ``--device cpu --small`` shows that it runs; that is a smoke run, and no results file is written.
+inside one run. Without GPUs, ``--device cpu --small`` shows that it runs: a smoke run, which writes no results file.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def report(measured: dict[str, Any], device: str, ranks: int, rounds: int) -> st
         f"rank and iteration, fused AdamW, {rounds} rounds. Raw numbers: the .json beside this file.",
         "",
         "An iteration is zero_grad, forward, backward, step; median (middle half) in ms, from one synchronisation of "
-        "the device to the next. Relative: the median over rounds. Hidden: how much of the time of NCCL's kernels on rank "
-        "0 some other kernel ran as well, from torch's profiler. Peak: of one variant alone, the most on any rank.",
+        "the device to the next. Relative: the median over rounds. Hidden: how much of the time of NCCL's kernels on "
+        "rank 0 some other kernel ran as well, from torch's profiler. Peak: of one variant alone, the most on any rank.",
         "",
         "| variant | ms | relative to DDP + AdamW | communication hidden | peak MB |",
         "|---|---|---|---|---|",
