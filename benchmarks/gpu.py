@@ -57,7 +57,7 @@ def report(measured: dict[str, Any], device: str, ranks: int, rounds: int) -> st
         "",
         "An iteration is zero_grad, forward, backward, step; median (middle half) in ms, from one synchronisation of "
         "the device to the next. Relative: the median over rounds. Hidden: how much of the time of NCCL's kernels on "
-        "rank 0 some other kernel ran as well, from torch's profiler. Peak: of one variant alone, the most on any rank.",
+        "rank 0 some other kernel ran as well, from torch's profiler. Peak: of a variant alone, the most on any rank.",
         "",
         "| variant | ms | relative to DDP + AdamW | communication hidden | peak MB |",
         "|---|---|---|---|---|",
