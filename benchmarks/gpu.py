@@ -1,7 +1,7 @@
 """The figures of a machine with GPUs: ``make bench-gpu`` (or ``python -m benchmarks.gpu``).
 
-Runs ``benchmarks.gpu_worker`` under torchrun, a rank per GPU, and writes a dated results file. Variants alternate inside
-one run. Without GPUs, ``--device cpu --small`` shows that it runs; that is a smoke run, and no results file is written.
+Runs ``benchmarks.gpu_worker`` under torchrun, a rank per GPU, and writes a dated results file. Variants alternate
+inside one run. Without GPUs, ``--device cpu --small`` shows that it runs: a smoke run, which writes no results file.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def report(measured: dict[str, Any], device: str, ranks: int, rounds: int) -> st
     lines += [SMOKE, ""] if device == "cpu" else []
     lines += [
         f"Machine: {measured['machine']}; Python {platform.python_version()}, Linux {platform.release()}.",
-        f"{ranks} ranks, {measured['parameters'] / 1e6:.1f} M parameters in float32, {measured['tokens']} tokens per rank "
-        f"and iteration, fused AdamW, {rounds} rounds. Raw numbers: the .json beside this file.",
+        f"{ranks} ranks, {measured['parameters'] / 1e6:.1f} M parameters in float32, {measured['tokens']} tokens per "
+        f"rank and iteration, fused AdamW, {rounds} rounds. Raw numbers: the .json beside this file.",
         "",
-        "An iteration is zero_grad, forward, backward, step; median (middle half) in ms, from one synchronisation of the "
-        "device to the next. Relative: the median over rounds. Hidden: how much of the time of NCCL's kernels on rank 0 some "
-        "other kernel ran as well, from torch's profiler. Peak: of one variant alone, the most on any rank.",
+        "An iteration is zero_grad, forward, backward, step; median (middle half) in ms, from one synchronisation of "
+        "the device to the next. Relative: the median over rounds. Hidden: how much of the time of NCCL's kernels on "
+        "rank 0 some other kernel ran as well, from torch's profiler. Peak: of a variant alone, the most on any rank.",
         "",
         "| variant | ms | relative to DDP + AdamW | communication hidden | peak MB |",
         "|---|---|---|---|---|",

@@ -100,7 +100,7 @@ class Bench:
             for number in range(3):
                 contestant.iterate(self._batch(number))
             torch.cuda.synchronize()
-        kernels = [event for event in profiler.events() if "cuda" in str(event.device_type).lower()]
+        kernels = [event for event in profiler.events() or () if "cuda" in str(event.device_type).lower()]
         spans = [(_is_communication(event.name), (event.time_range.start, event.time_range.end)) for event in kernels]
         share = hidden_share(
             [span for is_comm, span in spans if is_comm], [span for is_comm, span in spans if not is_comm]
