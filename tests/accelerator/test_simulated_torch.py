@@ -104,3 +104,18 @@ def _mix(rank: int, world: int) -> None:
 
 def test_autocast_grad_scaler_and_aot_eager_work_on_it() -> None:
     run_ranks(_mix, 1, fresh=True)
+
+
+@on_device
+def _log(rank: int, world: int) -> simulated.Log:
+    ddp = DistributedDataParallel(small_model().to("sim"), bucket_cap_mb=1e-3)
+    with simulated.tracing() as log:
+        _train(ddp, rank)
+    return log
+
+
+def test_two_runs_launch_the_same_in_the_same_order() -> None:
+    first, second = (run_ranks(_log, 2, fresh=True) for _ in range(2))
+    assert len(first[0].entries) > 100
+    assert [entry.kind for entry in first[0].entries].count("collective") >= 3  # one per iteration, or more
+    assert first == second
