@@ -79,8 +79,7 @@ class UsageExchange:
         for flags in self._under_way:
             flags.handle.wait()
             flags.arrived.wait_on_host()
-            used.update(
-                index for index, *there in zip(flags.indices, *flags.anywhere.tolist(), strict=True) if any(there)
-            )
+            anywhere = flags.everywhere.amax(0).tolist()
+            used.update(index for index, there in zip(flags.indices, anywhere, strict=True) if there)
         self._under_way.clear()
         return used
