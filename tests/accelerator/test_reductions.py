@@ -336,7 +336,8 @@ def test_a_scaler_unscales_without_a_host_read_of_ours(world: int) -> None:
 def _fail(rank: int, world: int, find_unused: bool, buckets: int) -> list[Tensor]:
     """In some iterations a rank raises in its forward; all skip the batch. In others it raises within backward.
 
-    ``buckets``: may be under way. With fewer than there are, the computation of the others waits for the rank that failed.
+    ``buckets``: may be under way. The computation of the others waits for the rank that failed when they have sent more.
+    Their hosts do not: batches come from pinned memory.
 
     (The device runs kernels at once, so whatever touched the result of a reduction that one rank has not joined yet would
     really wait for it. Here the backend averages, and nothing does.)
@@ -349,7 +350,7 @@ def _fail(rank: int, world: int, find_unused: bool, buckets: int) -> list[Tensor
     def fail(gradient: Tensor) -> None:
         raise Broken
 
-    for step in range(STEPS):
+    for step in range(STEPS + 1):  # the last one goes well: nobody would meet what is left of one that failed
         side.optimizer.zero_grad()
         if step % 4 == 2:
             if rank != step % 3:
@@ -374,10 +375,10 @@ def _fail(rank: int, world: int, find_unused: bool, buckets: int) -> list[Tensor
 def test_a_batch_that_failed_on_one_rank_is_skipped_on_all(world: int, find_unused: bool) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(STEPS):
+    for step in range(STEPS + 1):
         if step % 4 < 2:
             optimizer.zero_grad()
             torch.stack([loss_of(model, step, rank) for rank in range(world)]).mean().backward()
             optimizer.step()
-    for weights in run_ranks(_fail, world, find_unused, 16, fresh=True):
+    for weights in run_ranks(_fail, world, find_unused, 2, fresh=True):
         torch.testing.assert_close(weights, [param.detach() for param in model.parameters()], **CLOSE)

@@ -26,7 +26,7 @@ class _Flags(NamedTuple):
     indices: list[int]  # of the parameters
     mine: Tensor  # on the host, where they are copied from
     handle: Handle
-    anywhere: Tensor  # by parameter: whether any rank has used it; on the host. Or by rank, where nothing is enqueued
+    everywhere: Tensor  # by rank and parameter: whether it was used there; on the host
     arrived: Mark
 
 
@@ -65,9 +65,9 @@ class UsageExchange:
         if not native.enqueues:
             return _Flags(indices, mine, handle, handle.memory, Mark())
         handle.wait()
-        anywhere = torch.empty(1, len(indices), dtype=torch.uint8, pin_memory=True)
-        anywhere.copy_(handle.memory.amax(0, keepdim=True), non_blocking=True)
-        return _Flags(indices, mine, Handle(()), anywhere, native.mark())
+        everywhere = torch.empty(handle.memory.shape, dtype=torch.uint8, pin_memory=True)
+        everywhere.copy_(handle.memory, non_blocking=True)
+        return _Flags(indices, mine, Handle(()), everywhere, native.mark())
 
     def forget(self) -> None:
         """What was told is of no use any more."""
@@ -79,8 +79,7 @@ class UsageExchange:
         for flags in self._under_way:
             flags.handle.wait()
             flags.arrived.wait_on_host()
-            used.update(
-                index for index, *there in zip(flags.indices, *flags.anywhere.tolist(), strict=True) if any(there)
-            )
+            anywhere = flags.everywhere.amax(0).tolist()
+            used.update(index for index, there in zip(flags.indices, anywhere, strict=True) if there)
         self._under_way.clear()
         return used
