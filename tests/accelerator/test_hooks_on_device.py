@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -125,29 +126,43 @@ def test_both_hooks_have_the_weights_of_one_process_and_no_race(world: int, func
     run_ranks(function, world, fresh=True)
 
 
-def reads_of(kind: str, hook: str, rank: int) -> list[simulated.HostRead]:
-    """Ten iterations, after the second one. (DDP's own reads are torch's.)"""
-    ddp, optimizer = wrapped(kind, hook)
+def reads_of(kind: str, hook: str, rank: int) -> int:
+    """Ten iterations, after the second one. ``hook`` empty: DDP alone."""
+    model = model_for(kind).to("sim")
+    if hook:
+        ddp, optimizer = wrapped(kind, hook)
+    else:
+        ddp = DistributedDataParallel(model, bucket_cap_mb=1e-3, **DDP[kind])  # type: ignore[arg-type]
+        optimizer = torch.optim.AdamW(ddp.parameters())  # type: ignore[assignment]
     data = batches(rank, "sim")
-    for step in range(12):
-        if step == 2:
-            reads = simulated.host_reads()
-            found = reads.__enter__()
+
+    def iterate(step: int) -> None:
         optimizer.zero_grad()
         ddp(data[step], True).square().mean().backward()
         optimizer.step()
-    reads.__exit__(None, None, None)
-    return [read for read in found if read.origin != "torch"]
+
+    iterate(0)
+    iterate(1)
+    with simulated.host_reads() as reads:
+        for step in range(2, 12):
+            iterate(step)
+    return len(reads)
+
+
+def own_reads(kinds: Iterable[str], rank: int) -> dict[tuple[str, str], int]:
+    """What the hooks read besides what DDP itself does: it copies to the host which parameters were used."""
+    return {(kind, hook): reads_of(kind, hook, rank) - reads_of(kind, "", rank) for kind in kinds for hook in HOOKS}
 
 
 @on_device
 def _reads(rank: int, world: int) -> dict[tuple[str, str], int]:
-    return {(kind, hook): len(reads_of(kind, hook, rank)) for kind in DDP for hook in HOOKS}
+    assert reads_of("plain", "", rank) == 0
+    return own_reads(DDP, rank)
 
 
 @on_accelerator_only
 def _reads_without_gloo(rank: int, world: int) -> dict[tuple[str, str], int]:
-    return {(kind, hook): len(reads_of(kind, hook, rank)) for kind in ("plain", "static", "unused") for hook in HOOKS}
+    return own_reads(("plain", "static", "unused"), rank)
 
 
 def test_ten_iterations_read_nothing_on_the_host() -> None:
@@ -203,7 +218,10 @@ def _join(rank: int, world: int) -> list[Tensor]:
     options = {"lr": 1e-2, "weight_decay": 0.1, "bucket_cap_mb": 1e-3}
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, **options)
     data = batches(rank, "sim")
-    with Join([ddp, optimizer], divide_by_initial_world_size=False):
+    # DDP starts an all-reduce in every forward of a Join context whose result, memory and work it drops at once. NCCL
+    # keeps the memory, the simulated backend takes it for freed (with DDP alone, too). With the detector off, what is
+    # read too early is NaN.
+    with simulated.races_ignored(), Join([ddp, optimizer], divide_by_initial_world_size=False):
         for step in range(3 + 2 * rank):
             optimizer.zero_grad()
             ddp(data[step], True).square().mean().backward()

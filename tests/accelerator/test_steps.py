@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from shardstep import ZeroRedundancyOptimizer
+from shardstep.comm.streams import Mark
 from tests.accelerator import simulated
 from tests.accelerator.devices import simulation_only
 from tests.accelerator.simulated import ACCELERATOR_ONLY, on_device
@@ -250,3 +251,24 @@ def _staging(rank: int, world: int) -> tuple[int, int]:
 def test_a_step_stages_two_buckets_at_the_most() -> None:
     for used, largest in run_ranks(_staging, 2, fresh=True):
         assert 0 < used <= 2 * 1.05 * largest + 4096  # and small change: what the update makes for a parameter
+
+
+@on_device
+def _step_without_waiting(rank: int, world: int) -> str:
+    _, backward, step = warm("plain")
+    backward(2)
+    Mark.hold = lambda self, stream: None  # type: ignore[method-assign]
+    step(2)
+    try:
+        backward(3)
+    except RuntimeError as error:
+        with simulated.races_ignored():
+            torch.sim.synchronize()
+        return str(error)
+    return ""
+
+
+def test_a_step_that_does_not_wait_for_its_gathers_is_caught() -> None:
+    """The negative control of this file."""
+    for error in run_ranks(_step_without_waiting, 2, fresh=True):
+        assert "A race on the simulated device" in error
