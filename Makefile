@@ -61,7 +61,7 @@ $(VENV)/installed-package: $(VENV)/installed
 test-package: $(VENV)/installed-package
 	$(BIN)/python -m pytest tests/package -n 0 $(ARGS)
 
-# A simulated device (tests/accelerator), which is built once on a machine: 25 s, with a C++ compiler. Without one its tests
+# A simulated device (tests/accelerator), which is built once on a machine: 35 s, with a C++ compiler. Without one its tests
 # skip and say so. SHARDSTEP_DEVICE=required: then they fail.
 test-accelerator: $(VENV)/installed
 	$(BIN)/python -m pytest tests/accelerator -m "not again" -n 2 $(ARGS)

@@ -1,20 +1,23 @@
 """The simulated device, built on first use: ``load()`` makes it known to this process as ``sim``, for good.
 
-Two devices, ``sim:0`` and ``sim:1``, with the CPU's kernels, and what a CUDA device has beside kernels (``sim/*.h``): streams
-and events, a race detector, an allocator by CUDA's rules, and a process group with NCCL's contract, ``simccl``. Everything is
-deterministic, and nobody else has such a device: what passes here is said to pass here. A process that has loaded it has an
-accelerator as far as torch is concerned, so only processes that are thrown away load it (``on_device``).
+Two devices, ``sim:0`` and ``sim:1``, with the CPU's kernels, and with what a CUDA device has beside kernels
+(``sim/*.h``): streams and events, an allocator by CUDA's rules, pinned host memory, and a process group with NCCL's
+contract, ``simccl``. A race detector watches all of it. Everything is deterministic. Nobody has such a device: what
+passes here is said to pass here. A process that has loaded it has an accelerator as far as torch is concerned, so only
+processes that are thrown away load it (``on_device``).
 
-``torch.sim`` has what ``torch.cuda`` has: ``Stream``, ``Event``, ``current_stream``, ``default_stream``, ``set_stream``, ``stream``,
-``synchronize``, ``memory_allocated``, ``max_memory_allocated``, ``reset_peak_memory_stats``; tensors have ``record_stream``; host memory
-can be pinned. Besides, for tests, here:
+``torch.sim`` has what ``torch.cuda`` has: ``Stream``, ``Event``, ``current_stream``, ``default_stream``,
+``set_stream``, ``stream``, ``device``, ``synchronize``, ``memory_allocated``, ``max_memory_allocated``,
+``reset_peak_memory_stats``. For tests there is besides, in this module:
 
-- ``host_reads()``: a context; the list it gives has a ``HostRead`` for everything that made the host wait meanwhile.
-- ``collectives()``: a context; the Counter it gives has the collectives that were launched, by kind; coalesced ones once.
-- ``allocations()``: a context; a list of the bytes and lines of what was allocated.
-- ``tracing()``: a context; the log it gives goes to ``timeline.Timeline``, with those of the other ranks.
-- ``races_ignored()``: a context without the race detector: what comes too early is NaN there.
-- ``seed(number)``: how often an event says "not yet". ``check()``: raise what went wrong on streams that nobody waited for.
+- ``host_reads()``: a context that gives a list, which has a ``HostRead`` for whatever made the host wait meanwhile.
+- ``collectives()``: a context that gives a Counter: what was launched, by kind; coalesced collectives once.
+- ``allocations()``: a context that gives a list of ``Allocation``: bytes, line, stream, whether the memory is new.
+- ``tracing()``: a context that gives a ``Log``, which counts kernels, for ``timeline.Timeline``; ``mark(name)`` marks
+  a place in it.
+- ``races_ignored()``: a context without the race detector. What is looked at too early is NaN there.
+- ``seed(number)``: how often an event says "not yet" before it is done.
+- ``check()``: raise what went wrong on streams that nobody waited for. ``on_device`` does that at the end.
 """
 
 from __future__ import annotations
@@ -126,10 +129,8 @@ def _module(extension: Any) -> types.ModuleType:
             return super().__new__(cls, device=torch.device("sim", index_of(device)), priority=priority)
 
     class Event(torch.Event):
-        def __new__(cls, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False) -> Any:
-            return super().__new__(
-                cls, "sim", enable_timing=enable_timing, blocking=blocking, interprocess=interprocess
-            )
+        def __new__(cls, enable_timing: bool = False) -> Any:
+            return super().__new__(cls, "sim", enable_timing=enable_timing)
 
     @contextmanager
     def stream(stream: Any) -> Iterator[None]:
@@ -245,18 +246,24 @@ class Log(NamedTuple):
     streams: list[tuple[int, str]]  # device and name
     entries: list[Entry]
 
+    @property
+    def kernels(self) -> Counter[str]:
+        """How many were launched, by name."""
+        return Counter(entry.name for entry in self.entries if entry.kind == "kernel")
+
 
 @contextmanager
 def tracing() -> Iterator[Log]:
     extension, log = build(), Log([], [])
-    extension.take_trace()
-    before = extension.trace(True)
+    start, outer = extension.trace_size(), extension.trace(True)
     try:
         yield log
     finally:
-        extension.trace(before)
+        extension.trace(outer)
         log.streams.extend(extension.stream_names())
-        log.entries.extend(Entry(*entry) for entry in extension.take_trace())
+        log.entries.extend(Entry(*entry) for entry in extension.trace_since(start))
+        if not outer:
+            extension.clear_trace()
 
 
 def mark(name: str) -> None:
@@ -264,12 +271,21 @@ def mark(name: str) -> None:
     build().mark(name)
 
 
+class Allocation(NamedTuple):
+    bytes: int
+    line: str
+    is_new: bool  # not memory that was used before
+    stream: str  # to whose pool it belongs
+
+
 @contextmanager
-def allocations() -> Iterator[list[tuple[int, str]]]:
-    found = list[tuple[int, str]]()
+def allocations() -> Iterator[list[Allocation]]:
+    found = list[Allocation]()
     with tracing() as log:
         yield found
-    found += ((entry.bytes, entry.line) for entry in log.entries if entry.kind == "allocate")
+    made = (entry for entry in log.entries if entry.kind == "allocate")
+    for entry in made:
+        found.append(Allocation(entry.bytes, entry.line, entry.name == "new", log.streams[entry.stream][1]))
 
 
 @contextmanager

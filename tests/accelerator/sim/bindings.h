@@ -24,7 +24,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       for (auto& stream : streams.all) all.merge(stream.clock);
     }
     py::gil_scoped_release released;
-    memory.bring_in_all(all);
+    memory.bring_in_all(all, true);
   });
   m.def("host_reads", [](size_t since) {
     Locked lock(state);
@@ -42,12 +42,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   });
   m.def("reset_peak", [](int index) { memory.resetPeakStats(index); });
   m.def("trace", [](bool on) { return std::exchange(trace.on, on); });
-  m.def("mark", [](const std::string& name) { trace.add({"mark", {}, name}); });
-  m.def("take_trace", [] {
+  m.def("mark", [](const std::string& name) {
+    Locked lock(state);
+    trace.add({"mark", {}, name});
+  });
+  m.def("trace_size", [] { return trace.entries.size(); });
+  m.def("clear_trace", [] { trace.entries.clear(); });
+  m.def("trace_since", [](size_t since) {
     Locked lock(state);
     std::vector<std::tuple<std::string, int, uint64_t, std::string, int64_t, std::string, std::string, int64_t>> all;
-    for (auto& one : std::exchange(trace.entries, {}))
+    for (size_t at = since; at < trace.entries.size(); ++at) {
+      auto& one = trace.entries[at];
       all.emplace_back(one.kind, one.point.stream, one.point.number, one.name, one.bytes, lines[one.line].outside, one.group, one.number);
+    }
     return all;
   });
   m.def("stream_names", [] {

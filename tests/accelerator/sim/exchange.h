@@ -44,6 +44,11 @@ struct Wire {
     return got;
   }
   Tensors from_everyone(const at::Tensor& mine) { return swap(Tensors(size(), mine), Tensors(size(), mine)); }
+  at::Tensor receive(const at::Tensor& like, int from, int tag) {
+    Tensors got{at::empty({like.numel()}, like.options())};
+    gloo->recv(got, from, tag)->wait();
+    return got[0];
+  }
   at::Tensor nothing() const { return at::empty({0}, at::kByte); }
 };
 
@@ -64,6 +69,7 @@ inline at::Tensor reduced(const Tensors& parts, const c10d::ReduceOp& op) {
 struct Peer {  // of a send or receive
   int rank = -1, tag = 0;
   bool sends = false;
+  at::Tensor like{};  // what is received
 };
 
 // One collective, or one of several that are launched together.
@@ -72,6 +78,19 @@ struct Part {
   Tensors reads, writes;    // undefined: left as it is
   std::function<Tensors(Wire&, const Tensors&)> run;  // what was read -> what is written, on the CPU
   Peer peer{};
+
+  int64_t bytes() const {  // the larger side: a whole that is gathered or scattered
+    int64_t in = 0, out = 0;
+    for (auto& one : reads) in += one.nbytes();
+    for (auto& one : writes) out += one.defined() ? one.nbytes() : in;
+    return std::max(in, out);
+  }
+};
+
+struct Failure {
+  std::string text;
+  std::atomic<bool> was_told{false};
+  explicit Failure(std::string text) : text(std::move(text)) {}
 };
 
 struct Job {
@@ -80,22 +99,22 @@ struct Job {
   std::string call, line;
   int64_t number = 0;
   bool agreed = true;  // all ranks take part, and say which call it is
-  std::string error;
+  std::shared_ptr<Failure> failure{};
   bool done = false;
   std::mutex mutex{};
   std::condition_variable changed{};
 
-  void finish(const std::string& wrong) {
+  void finish(std::shared_ptr<Failure> wrong) {
     std::lock_guard<std::mutex> lock(mutex);
-    error = wrong, done = true;
+    failure = std::move(wrong), done = true;
     changed.notify_all();
   }
-  void await() {
+  bool has_failed() {
     std::optional<pybind11::gil_scoped_release> released;
     if (PyGILState_Check()) released.emplace();
     std::unique_lock<std::mutex> lock(mutex);
     changed.wait(lock, [&] { return done; });
-    TORCH_CHECK_WITH(DistBackendError, error.empty(), error);
+    return failure != nullptr;
   }
 };
 
@@ -103,7 +122,12 @@ struct FromJob final : Delivery {
   std::shared_ptr<Job> job;
   size_t part, output;
   FromJob(std::shared_ptr<Job> of, size_t part, size_t output) : job(std::move(of)), part(part), output(output) {}
-  void await() override { job->await(); }
+  void await() override {
+    if (!job->has_failed()) return;
+    job->failure->was_told = true;
+    C10_THROW_ERROR(DistBackendError, job->failure->text);
+  }
+  bool was_told_lost() override { return job->has_failed() && job->failure->was_told; }
   const char* bytes() const override { return static_cast<const char*>(job->written[part][output].data_ptr()); }
 };
 
@@ -115,7 +139,7 @@ struct Communicator {
   std::deque<std::shared_ptr<Job>> queue{};
   int64_t count = 0;
   bool closed = false;
-  std::string lost{};  // what went wrong first: nothing goes on after it
+  std::shared_ptr<Failure> lost{};  // what went wrong first: nothing goes on after it
 
   static std::shared_ptr<Communicator> open(Wire wire, const std::string& name) {
     auto made = std::shared_ptr<Communicator>(new Communicator{std::move(wire), name});
@@ -145,12 +169,13 @@ struct Communicator {
         job = queue.front();
         queue.pop_front();
       }
-      if (lost.empty()) try {
+      if (!lost) try {
           if (job->agreed && wire.size() > 1) agree(*job);
           run(*job);
         } catch (const std::exception& error) {
           auto* ours = dynamic_cast<const c10::Error*>(&error);
-          lost = "simccl: " + job->call + "\n    at " + job->line + "\nfailed: " + (ours ? ours->what_without_backtrace() : error.what());
+          lost = std::make_shared<Failure>("simccl: " + job->call + "\n    at " + job->line + "\nfailed: " +
+                                           (ours ? ours->what_without_backtrace() : error.what()));
         }
       job->finish(lost);
     }
@@ -162,7 +187,8 @@ struct Communicator {
     for (size_t at = 0; at < job.parts.size(); ++at)
       if (auto& peer = job.parts[at].peer; peer.sends) sends.push_back(wire.gloo->send(job.read[at], peer.rank, peer.tag));
     for (size_t at = 0; at < job.parts.size(); ++at)
-      if (job.parts[at].run) job.written[at] = job.parts[at].run(wire, job.read[at]);
+      if (auto& part = job.parts[at]; part.run) job.written[at] = part.run(wire, job.read[at]);
+      else if (part.peer.like.defined()) job.written[at] = {wire.receive(part.peer.like, part.peer.rank, part.peer.tag)};
     for (auto& send : sends) send->wait();
   }
 

@@ -16,6 +16,7 @@ constexpr int POISON = 0xff;
 struct Delivery {
   virtual ~Delivery() = default;
   virtual void await() = 0;  // throws what went wrong
+  virtual bool was_told_lost() { return false; }  // somebody has heard already that they never come
   virtual const char* bytes() const = 0;
 };
 
@@ -32,6 +33,7 @@ struct Block {
   int stream;  // that was current when it was given out
   size_t asked = 0;
   int line = 0, freed_at = 0;
+  bool was_used = false;  // before: then giving it out again costs nothing
   Accesses accesses{};
   std::vector<std::shared_ptr<Arrival>> arrivals{};
   std::set<int> recorded{};         // streams
@@ -54,6 +56,7 @@ struct Memory final : c10::DeviceAllocator {
   };
   std::map<int, Pool> pools;  // by stream, which has a device
   std::set<Block*> expecting;
+  std::vector<std::shared_ptr<Arrival>> dropped;  // whose memory was freed first
   Usage usage[COUNT];
 
   static size_t rounded(size_t bytes) { return (bytes + 511) / 512 * 512; }
@@ -61,13 +64,16 @@ struct Memory final : c10::DeviceAllocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (!bytes) return {nullptr, nullptr, &release, sim::device(-1)};
     int line = lines.here();
+    std::vector<std::shared_ptr<Arrival>> over;  // ends after the lock: it may hold tensors, which may ask for Python's
     Locked lock(state);
     auto& stream = current_stream(sim::device(-1));
     auto* block = take(stream, rounded(bytes));
+    over.swap(dropped);
     auto& used = usage[stream.device];
     block->asked = bytes, block->line = line;
     used.current += rounded(bytes), used.peak = std::max(used.peak, used.current), ++used.count;
-    trace.add({"allocate", stream.last(), "", int64_t(rounded(bytes)), line});
+    trace.add({"allocate", stream.last(), block->was_used ? "again" : "new", int64_t(rounded(bytes)), line});
+    block->was_used = true;
     std::memset(block->data, POISON, block->size);
     block->accesses.reset(block->size, {stream.last(), names("allocation"), line, true});
     return {block->data, block, &release, sim::device(-1)};
@@ -120,7 +126,9 @@ struct Memory final : c10::DeviceAllocator {
       if (!block->recorded.empty()) usage[block->device].held -= rounded(block->asked);
       pool.freed.push_back({std::move(block->accesses), block->freed_at});
       std::memset(block->data, POISON, block->size);
-      block->recorded.clear(), block->held_until.clear(), block->arrivals.clear(), expecting.erase(block);
+      block->recorded.clear(), block->held_until.clear(), expecting.erase(block);
+      std::move(block->arrivals.begin(), block->arrivals.end(), std::back_inserter(dropped));
+      block->arrivals.clear();
       pool.available.push_back(block);
     }
     pool.returned = std::move(later);
@@ -152,8 +160,8 @@ struct Memory final : c10::DeviceAllocator {
     expecting.insert(&block);
   }
 
-  // What whoever has this clock is ordered after must be there now.
-  void bring_in(Block& block, Range range, const Clock& clock) {
+  // What whoever has this clock is ordered after must be there now. `once`: errors that somebody has seen are not raised again.
+  void bring_in(Block& block, Range range, const Clock& clock, bool once = false) {
     auto overlaps = [&](Range other) { return other.first < range.second && range.first < other.second; };
     for (;;) {
       std::shared_ptr<Arrival> next;
@@ -163,23 +171,24 @@ struct Memory final : c10::DeviceAllocator {
           if (!next && overlaps(arrival->range) && clock.covers(arrival->point)) next = arrival;
       }
       if (!next) return;
-      next->from->await();
+      bool lost = once && next->from->was_told_lost();
+      if (!lost) next->from->await();
       Locked lock(state);
       auto at = std::find(block.arrivals.begin(), block.arrivals.end(), next);
       if (at == block.arrivals.end()) continue;
-      std::memcpy(block.data + next->range.first, next->from->bytes(), next->range.second - next->range.first);
+      if (!lost) std::memcpy(block.data + next->range.first, next->from->bytes(), next->range.second - next->range.first);
       block.arrivals.erase(at);
       if (block.arrivals.empty()) expecting.erase(&block);
     }
   }
 
-  void bring_in_all(const Clock& clock) {
+  void bring_in_all(const Clock& clock, bool once = false) {
     std::vector<Block*> blocks;
     {
       Locked lock(state);
       blocks.assign(expecting.begin(), expecting.end());
     }
-    for (auto* block : blocks) bring_in(*block, {0, block->size}, clock);
+    for (auto* block : blocks) bring_in(*block, {0, block->size}, clock, once);
   }
 
   static Memory& memory_of_all() {

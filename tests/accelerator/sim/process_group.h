@@ -165,10 +165,14 @@ struct ProcessGroup final : c10d::Backend {
         memory.expect(*block_of(one), {std::make_shared<FromJob>(job, at, output), launch.point, ranges_of(one)[0]});
         work->kept.push_back(one);
       }
+    // Sends that are launched together travel apart from the others, as on two communicators of NCCL.
+    for (auto& part : parts) part.peer.tag = 2 * part.peer.tag + (alone ? 0 : 1);
     auto key = getGroupUid();
     if (alone) key += parts[0].peer.sends ? pair(getRank(), peer) : pair(peer, getRank());
     job->agreed = std::any_of(parts.begin(), parts.end(), [](const Part& part) { return part.peer.rank < 0; });
     job->number = alone ? numbers_[key]++ : job->agreed ? through.count++ : -1;
+    launch.bytes = 0;
+    for (auto& part : parts) launch.bytes += part.bytes();
     launch.note("collective", key, job->number);
     for (auto& part : parts) part.reads.clear(), part.writes.clear();
     job->parts = std::move(parts);
@@ -326,12 +330,7 @@ struct ProcessGroup final : c10d::Backend {
     return issue({{"send", "", tensors, {}, {}, {to, tag, true}}}, tensors, true, c10d::OpType::SEND);
   }
   UnderWay recv(Tensors& tensors, int from, int tag) override {
-    auto run = [from, tag, like = twin(tensors[0])](Wire& wire, const Tensors&) {
-      Tensors got{at::empty({like.numel()}, like.options())};
-      wire.gloo->recv(got, from, tag)->wait();
-      return got;
-    };
-    return issue({{"recv", "", {}, tensors, run, {from, tag, false}}}, tensors, true, c10d::OpType::RECV);
+    return issue({{"recv", "", {}, tensors, {}, {from, tag, false, twin(tensors[0])}}}, tensors, true, c10d::OpType::RECV);
   }
   UnderWay barrier(const c10d::BarrierOptions& options) override {
     c10::DeviceIndex index = options.device_ids.empty() ? -1 : c10::DeviceIndex(options.device_ids[0]);

@@ -1,8 +1,10 @@
 // Which Python line is at work: for errors, host reads, allocations and the trace.
 #pragma once
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
+#include <deque>
 #include <map>
+#include <mutex>
 #include <string>
 #include <vector>
 
@@ -16,12 +18,13 @@ struct Line {
 // Every line and every name once: accesses keep numbers.
 struct Lines {
   struct Code {
-    bool in_torch, is_ours;
+    bool in_torch, is_ours;  // ours: nobody's, as the wrappers of others' calls
     std::string file, name;
   };
   std::map<PyCodeObject*, Code> codes;  // which it keeps alive
   std::map<std::array<std::pair<PyCodeObject*, int>, 2>, int> known;
-  std::vector<Line> all{Line()};
+  std::deque<Line> all{Line()};
+  std::mutex mutex;
   std::string torch_folder, own_file;
 
   const Code& code_of(PyCodeObject* code) {
@@ -30,8 +33,9 @@ struct Lines {
       Py_INCREF(code);
       auto text = [](PyObject* from) { return std::string(PyUnicode_AsUTF8(from)); };
       auto file = text(code->co_filename);
-      bool ours = file == own_file || file.find("/contextlib.py") != std::string::npos || file.rfind("<", 0) == 0 ||
-                  file == torch_folder + "_tensor.py" || file == torch_folder + "utils/_contextlib.py";
+      auto is_in = [&](const std::string& part) { return file.find(part) != std::string::npos; };
+      bool ours = file == own_file || file.rfind("<", 0) == 0 || is_in("/contextlib.py") || is_in("/typing_extensions.py") ||
+                  is_in("/torch/_tensor.py") || is_in("/torch/utils/_contextlib.py") || is_in("/torch/accelerator/");
       at->second = {file.rfind(torch_folder, 0) == 0, ours, file, text(code->co_name)};
     }
     return at->second;
@@ -59,6 +63,7 @@ struct Lines {
       frame = back;
     }
     if (!key[0].first && !key[1].first) return 0;
+    std::lock_guard<std::mutex> lock(mutex);
     auto [at, is_new] = known.try_emplace(key, int(all.size()));
     if (is_new) {
       Line line;
@@ -68,7 +73,10 @@ struct Lines {
     }
     return at->second;
   }
-  const Line& operator[](int line) const { return all[line]; }
+  const Line& operator[](int line) {
+    std::lock_guard<std::mutex> lock(mutex);
+    return all[line];  // which stays where it is
+  }
 };
 inline Lines& lines = *new Lines;  // never destroyed: tensors may outlive the end of the program
 

@@ -35,6 +35,7 @@ struct Stream {
   std::string name;
   uint64_t number = 0;  // of its last operation
   Clock clock{};
+  int polls = 0;  // questions whether it is done
   Point last() const { return {id, number}; }
 };
 
