@@ -189,9 +189,11 @@ class Engine:
         self.notice_changes()
         copy_options(param_groups, self.optimizer.param_groups)
         step = Step(self)
-        step.update = getattr(self.optimizer, mode)
+        self.sharded.masters.arrange(self.sharded.plan.active_buckets, whole=True)
+        step.update = partial(self.sharded.update_whole, self.optimizer, getattr(self.optimizer, mode))
         with step.failing_together(mode):
             step.finish()
+        self.sharded.masters.count_step(self.optimizer.param_groups)
         copy_options(self.optimizer.param_groups, param_groups, self.sharded.builder.notes)
 
     def update_all(self, closure: Closure | None = None, kwargs: dict[str, Any] | None = None) -> Any:
@@ -235,10 +237,13 @@ class Engine:
             step.kwargs = fire_pre_hooks(self.optimizer, kwargs)
         # The same on every rank, so that all start the same gathers at the same time, whatever they own.
         if evaluate is not None or step.kwargs or not self.sharded.builder.splittable:
-            step.update = partial(self.update_all, evaluate, step.kwargs)
+            update = partial(self.update_all, evaluate, step.kwargs)
+            step.update = partial(self.sharded.update_whole, self.optimizer, update)
+        self.sharded.masters.arrange(self.sharded.plan.active_buckets, whole=step.update is not None)
         return step
 
     def _end(self, param_groups: ParamGroups, source: StepGradients) -> None:
+        self.sharded.masters.count_step(self.optimizer.param_groups)
         copy_options(self.optimizer.param_groups, param_groups, self.sharded.builder.notes)
         self.progress.end()
         source.stepped()
@@ -267,6 +272,7 @@ class Engine:
             loss = closure()
             source.prepare(param_groups)
             source.bind(self.sharded.plan.active_buckets)
+            self.sharded.masters.take_gradients(self.sharded.plan.active_buckets)
             return loss
 
         return evaluate
@@ -274,5 +280,6 @@ class Engine:
     def _gather(self) -> None:
         """Bring all ranks' parameters up to date with their owners'."""
         step = Step(self)
-        step.update = lambda: None
+        step.update = partial(self.sharded.publish, self.optimizer)
         step.finish()
+        self.sharded.masters.count_step(self.optimizer.param_groups)

@@ -29,6 +29,7 @@ from shardstep.layout.specs import Layout
 from shardstep.params import groups, replicas
 from shardstep.params.builder import OptimizerBuilder
 from shardstep.params.local_optimizer import copy_options
+from shardstep.params.master_modes import MasterWeights, checked_settings, take_modes
 from shardstep.params.sharded_parameters import ShardedParameters
 from shardstep.state import memory
 from shardstep.state.memory import MemoryReport
@@ -72,6 +73,10 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         overlap_backward: with ``shard_gradients``: False reduces at the end of backward instead of during it.
         lazy_gather: end a step while the last parameters still travel; whoever touches one (a forward) waits for it.
         find_unused_parameters: with ``shard_gradients`` on accelerators: parameters may be unused. (On the CPU always.)
+        master_weights: for bfloat16 and float16 parameters: the optimizer steps float32 masters of this rank's pieces,
+            and the parameters are what they round to. ``torch.float32`` keeps them, "remainder" keeps the 16 bits that
+            a bfloat16 lacks, "stochastic" keeps nothing and rounds at random. A group may carry it, too.
+        rounding_seed: with "stochastic": for other random numbers.
         **defaults: given to ``optimizer_class``.
 
     Attributes:
@@ -117,6 +122,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         overlap_backward: bool = True,
         find_unused_parameters: bool = False,
         lazy_gather: bool = False,
+        master_weights: MasterWeights = None,
+        rounding_seed: int = 0,
         **defaults: Any,
     ) -> None:
         with opening("ZeroRedundancyOptimizer", process_group) as open_groups:
@@ -125,6 +132,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
             mode.check()
             new_groups = groups.normalize(params)
             granularities = [groups.take_granularity(group, shard) for group in new_groups]
+            masters = checked_settings(master_weights, rounding_seed)
+            modes = take_modes(new_groups, masters.mode)
             groups.name_empty_groups(new_groups)
             given = [dict(group) for group in new_groups]
             Optimizer.__init__(self, new_groups, dict(defaults))
@@ -139,8 +148,9 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
                 apart=mode.needs_own_tensors,
                 reduce_dtype=reduce_dtype,
                 plain_only=mode.needs_plain_tensors,
+                masters=masters,
             )
-            self.optim = sharded.build(self.param_groups, granularities, given)
+            self.optim = sharded.build(self.param_groups, granularities, given, modes)
             mode.check_params(sharded.params.values())
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups, sharded.builder.notes)
@@ -289,11 +299,12 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
             with engine.consensus.reporting("add_param_group"):
                 group = groups.normalize_group(param_group)
                 granularity = groups.take_granularity(group, sharded.default_granularity)
+                (master_mode,) = take_modes([group], sharded.masters.settings.mode, first=count)
                 groups.name_empty_groups([*self.param_groups, group])
                 source.check_params(tensor for _, tensor in groups.named(group["params"]))
                 given = dict(group)
                 super().add_param_group(group)
-                sharded.extend(self.optim, self.param_groups, granularity, given)
+                sharded.extend(self.optim, self.param_groups, granularity, given, master_mode)
             copy_options(self.optim.param_groups[count:], self.param_groups[count:], sharded.builder.notes)
             engine.consensus.check_equal("add_param_group", sharded.facts(self.param_groups))
         except BaseException:
