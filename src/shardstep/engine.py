@@ -6,13 +6,16 @@ Where gradients come from is the source's business (``grads/source.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from shardstep.comm import collectives
 from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.phases import phase
 from shardstep.comm.process_group import check_still_alone
@@ -23,6 +26,8 @@ from shardstep.params.local_optimizer import copy_options, fire_post_hooks, fire
 from shardstep.params.progress import Progress
 from shardstep.params.relocation import bring_state
 from shardstep.params.sharded_parameters import ShardedParameters
+
+logger = logging.getLogger(__name__)
 
 Closure = Callable[[], Any]
 ParamGroups = Sequence[dict[str, Any]]
@@ -207,6 +212,22 @@ class Engine:
         if lazy is not None:
             lazy.finish()
 
+    def load_masters(self, masters: Mapping[int, Tensor]) -> None:
+        """Collective. Masters were loaded: write the parameters anew from them. Those without begin as they are."""
+        sharded, lacking = self.sharded, list(masters)
+        if sharded.masters.are_kept:
+            self.wait_for_parameters()
+            self.notice_changes()
+            lacking = sharded.masters.load(masters)
+            if any(row[0] for row in collectives.all_gather_ints(sharded.group, [bool(masters)])):
+                self._gather_all()
+        if lacking and sharded.rank == 0:
+            logger.warning(
+                "the loaded state has float32 masters, but this optimizer keeps none for %s, so they are left out. "
+                "Pass master_weights=torch.float32 or 'remainder' to go on with them.",
+                sharded.layout.spec_of[lacking[0]].label,
+            )
+
     def notice_changes(self) -> None:
         """Parameters that were moved, given other memory, frozen or unfrozen since the last step."""
         sharded = self.sharded
@@ -283,3 +304,14 @@ class Engine:
         step.update = partial(self.sharded.publish, self.optimizer)
         step.finish()
         self.sharded.masters.count_step(self.optimizer.param_groups)
+
+    def _gather_all(self) -> None:
+        """Bring all ranks' parameters up to date with their owners', also frozen ones."""
+        active = self.sharded.active
+        self.sharded.activate([True] * len(active))
+        try:
+            step = Step(self)
+            step.update = lambda: None
+            step.finish()
+        finally:
+            self.sharded.activate(active)

@@ -213,10 +213,50 @@ class BucketMasters:
 
     # --- state ----------------------------------------------------------------------------------------------------
 
-    def forget(self) -> None:
-        """Masters begin as the parameters."""
-        self.kept = None
-        self.stepped.clear()
+    def weights(self) -> dict[int, Tensor]:
+        """The masters of pieces that were stepped, as the parameters are now: what is kept, or made for the caller."""
+        if self.kept is None or not self.mode.is_kept:
+            return {}
+        narrow = self._copied_parameters()
+        wide = self.kept if self.mode is MasterMode.FLOAT32 else torch.empty(self.numel, device=self.device)
+        for part in spans(self.numel, self.device):
+            if self.mode is MasterMode.FLOAT32:
+                _follow(narrow[part], wide[part])
+            else:
+                join(narrow[part], self.kept[part], wide[part])
+        found = zip(self.pieces, self._spans_in(wide), strict=True)
+        return {piece.param: span for piece, span in found if piece.param in self.stepped}
+
+    def load(self, weights: Mapping[int, Tensor]) -> None:
+        """Have the masters in ``weights`` that are mine, and the parameters rounded from them. Others begin anew."""
+        self.kept, self.stepped = None, {piece.param for piece in self.pieces if piece.param in weights}
+        if not self.mode.is_kept:
+            self.stepped.clear()
+        if self.stepped:
+            wide = torch.zeros(self.numel, device=self.device)
+            targets = self._spans_in(wide)
+            self._copy_parameters(targets)
+            for piece, target in zip(self.pieces, targets, strict=True):
+                if piece.param in self.stepped:
+                    target.copy_(weights[piece.param].view(target.shape))
+            narrow = torch.empty(self.numel, dtype=self.dtype, device=self.device)
+            self.kept = wide
+            if self.mode is MasterMode.REMAINDER:
+                self.kept = torch.empty(self.numel, dtype=torch.int16, device=self.device)
+                split(wide, narrow, self.kept)
+            else:
+                round_nearest(wide, narrow)
+            with torch.no_grad():
+                torch._foreach_copy_(self._spans, self._spans_in(narrow))
+        self.unplace()
+
+    def _copied_parameters(self) -> Tensor:
+        """The parameters in one flat range: their own memory, or new."""
+        if self._in_place is not None:
+            return self._in_place
+        narrow = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        self._copy_parameters(self._spans_in(narrow))
+        return narrow
 
 
 def _follow(narrow: Tensor, master: Tensor) -> None:

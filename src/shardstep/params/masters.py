@@ -117,6 +117,31 @@ class Masters:
         """What the local optimizer steps for this rank's piece of a parameter."""
         return self._bucket_of[index].tensors[index]
 
+    def weights(self, only: int | None = None) -> dict[int, Tensor]:
+        """The masters of pieces that were stepped, as the parameters are now, by parameter; ``only``: of one."""
+        buckets = [*self._buckets.values()] if only is None else [b for b in (self._bucket_of.get(only),) if b]
+        found = {index: master for bucket in buckets for index, master in bucket.weights().items()}
+        return found if only is None else {index: master for index, master in found.items() if index == only}
+
+    def load(self, weights: Mapping[int, Tensor]) -> list[int]:
+        """Have these masters, and write the parameters anew from them. All others begin as the parameters.
+
+        Return for which parameters there is no master to load into.
+        """
+        self._arrangement, self._scratch = None, []
+        for bucket in self._buckets.values():
+            bucket.load(weights)
+        return [index for index in weights if not self.keeps(index)]
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether there are masters that outlive a step, on this rank or another."""
+        return any(mode.is_kept for mode in self.modes)
+
+    def keeps(self, index: int) -> bool:
+        """Whether this rank keeps a master of its piece between steps."""
+        return index in self._bucket_of and self._bucket_of[index].mode.is_kept
+
     # --- an update ------------------------------------------------------------------------------------------------
 
     def set_gradient(self, index: int, gradient: Tensor | None) -> None:

@@ -317,7 +317,15 @@ class ShardedParameters:
 
     def blank_state(self, index: int, param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The state that the optimizer would make for this rank's piece of a parameter."""
-        return self.builder.blank_state(self.layout.spec_of[index], self.pieces.tensors[index], param_groups)
+        tensor = self.pieces.tensors[index]
+        blank = self.builder.blank_state(self.layout.spec_of[index], tensor, param_groups)
+        return {**blank, "master_weight": torch.zeros_like(tensor)} if self.masters.keeps(index) else blank
+
+    def master_weights(self, only: int | None = None) -> dict[int, Tensor]:
+        """The float32 masters of this rank's pieces that were stepped, by parameter; ``only``: of one."""
+        if self.masters and self.moved() and not self.has_left_its_device():
+            self.bind()
+        return self.masters.weights(only)
 
     def find_state_class(self, index: int, name: str) -> type | None:
         """The tensor subclass of that name which the optimizer makes as state: of a parameter, if no other."""
