@@ -86,7 +86,8 @@ def test_every_upper_half_comes_back_too():
         join(param, remainder, back)
         nan = values.isnan()
         assert torch.equal(_bits32(back)[~nan], _bits32(values)[~nan])
-        assert back[nan].isnan().all() and param[nan].isnan().all()
+        assert back[nan].isnan().all()
+        assert param[nan].isnan().all()
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1.5, -3.0, float("inf"), -float("inf"), 3.3895e38, 1e-39])
@@ -164,7 +165,9 @@ def test_stochastic_rounding_leaves_what_is_representable_and_never_invents_infi
         out = torch.empty(4, dtype=dtype)
         round_stochastic(beyond, torch.full((4,), number, dtype=torch.int32), out)
         largest = torch.finfo(dtype).max
-        assert out[:2].tolist() == [largest, -largest] and out[2].isnan() and out[3].isinf()
+        assert out[:2].tolist() == [largest, -largest]
+        assert out[2].isnan()
+        assert out[3].isinf()
     nan = _float32(torch.cat([0x7F800001 + 37 * torch.arange(1000), 0xFFFFFFFF - torch.arange(1000)]))
     out = torch.empty_like(nan, dtype=dtype)
     round_stochastic(nan, torch.full(nan.shape, 0xFFFF, dtype=torch.int32), out)

@@ -114,9 +114,9 @@ def _assign_greedily(specs: Sequence[ParamSpec], loads: _Loads, world_size: int,
 
 
 def _fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: int, narrowest: int) -> Iterable[list[ParamSpec]]:
-    """Runs of parameters of one device, dtype and kind of master of at most ``bucket_bytes``, padding included, last parameter first.
+    """Runs of parameters of one device, dtype and kind of master, of at most ``bucket_bytes``, last parameter first.
 
-    (Within its bucket a run is put into another order, which may need a little more padding.)
+    (Padding is included. Within its bucket a run is put into another order, which may need a little more padding.)
     That is the order in which backward finishes gradients. A parameter larger than a bucket is a run of
     its own and does not close the run that smaller ones are filling.
     """

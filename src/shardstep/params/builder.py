@@ -102,7 +102,8 @@ class OptimizerBuilder:
 
     def forget(self, count: int) -> None:
         """Keep what is known of the first ``count`` groups."""
-        del self._verdicts[count:], self._options[count:], self._wishes[count:], self._chosen[count:], self._modes[count:]
+        for known in (self._verdicts, self._options, self._wishes, self._chosen, self._modes):
+            del known[count:]
 
     def given_options(self, position: int) -> dict[str, Any]:
         """The options that the user gave a group."""

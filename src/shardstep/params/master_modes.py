@@ -56,7 +56,8 @@ def checked_mode(wish: Any, where: str = "") -> MasterMode:
 def take_modes(groups: Sequence[dict[str, Any]], usual: MasterMode, first: int = 0) -> list[MasterMode]:
     """Remove our own key from the groups: it is no option of the optimizer. Return the mode of each.
 
-    ``usual``: of those that say nothing. ``first``: the position of the first of these groups. ValueError for a mode that a group cannot have.
+    ``usual``: of groups that say nothing. ``first``: the position of the first of these groups. ValueError for a mode
+    that a group cannot have.
     """
     modes = []
     for position, group in enumerate(groups, first):

@@ -6,9 +6,9 @@ parameters (``close``), which are gathered in 16 bits.
 
 [Note: scratch memory]
 Between steps a rank keeps what the mode says. For the time of an update it needs float32 memory for gradients, for
-masters that are not kept as such, and a flat copy of the parameters where they do not lie as the masters do. Buckets that
-are stepped one after the other use the same memory, so that is as much as the largest needs. An optimizer whose step cannot
-be split, and a step with a closure, has all of it at once.
+masters that are not kept as such, and a flat copy of the parameters where they do not lie as the masters do. Buckets
+that are stepped one after the other use the same memory, so that is as much as the largest needs. An optimizer whose
+step cannot be split, and a step with a closure, has all of it at once.
 """
 
 from __future__ import annotations
@@ -100,7 +100,9 @@ class Masters:
         self._scratch += memory
         for bucket in buckets:
             bucket.place(
-                values.part(memory[1], bucket), gradients.part(memory[0], bucket), narrow.part(memory[2], bucket)
+                values=values.part(memory[1], bucket) if bucket.needs_values else None,
+                gradients=gradients.part(memory[0], bucket),
+                narrow=narrow.part(memory[2], bucket) if bucket.needs_narrow else None,
             )
 
     def memory(self) -> list[Tensor]:
@@ -208,6 +210,6 @@ class _Pool:
             self._starts[bucket.bucket.position] = self.numel if whole else 0
             self.numel = self.numel + room if whole else max(self.numel, room)
 
-    def part(self, memory: Tensor, bucket: BucketMasters) -> Tensor | None:
-        start = self._starts.get(bucket.bucket.position)
-        return None if start is None else memory[start : start + bucket.numel]
+    def part(self, memory: Tensor, bucket: BucketMasters) -> Tensor:
+        start = self._starts[bucket.bucket.position]
+        return memory[start : start + bucket.numel]

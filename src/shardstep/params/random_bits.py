@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -76,7 +77,7 @@ class RandomBits:
         # What lies between two segments is padding: whatever it gets.
         starts = [where.start, *(segment.start for segment in segments[low + 1 : high])]
         pairs = [start >> 1 for start in starts] + [(where.stop + 1) >> 1]
-        counts = [after - before for before, after in zip(pairs[:-1], pairs[1:], strict=True)]
+        counts = [after - before for before, after in pairwise(pairs)]
         yield _Part(where, slice(low, high), torch.tensor(counts, device=self._device))
 
     def draw(self, draws: Sequence[Draw]) -> Iterator[tuple[slice, Tensor]]:

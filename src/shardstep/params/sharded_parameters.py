@@ -55,7 +55,7 @@ class ShardedParameters:
         apart: bool = False,
         reduce_dtype: torch.dtype | None = None,
         plain_only: str = "",
-        masters: MasterSettings = MasterSettings(),
+        masters: MasterSettings | None = None,
     ) -> None:
         """``apart``: pieces are tensors of their own, see ``LocalPieces``. ``plain_only``: why DTensors are refused."""
         self.ranks = ranks
@@ -72,7 +72,7 @@ class ShardedParameters:
         self.index_of: dict[Tensor, int] = {}  # of the user's
         self._dtensors: list[LocalParameter] = []
         self._plain_only = plain_only or ("parameters_as_bucket_view" if views else "")
-        self.masters = Masters(group.rank, masters)
+        self.masters = Masters(group.rank, masters or MasterSettings())
         self.pieces = LocalPieces(group.rank, apart, self.masters)
         self.indices: list[list[int]] = []  # per group: the parameters whose piece the local optimizer steps
         self.active: list[bool] = []
