@@ -23,6 +23,7 @@ from shardstep.grads.source import GradientSource, StepGradients
 from shardstep.params.gather_window import GatherWindow
 from shardstep.params.lazy_gather import LazyGathers
 from shardstep.params.local_optimizer import copy_options, fire_post_hooks, fire_pre_hooks, unhooked_step
+from shardstep.params.local_update import LocalUpdate
 from shardstep.params.progress import Progress
 from shardstep.params.relocation import bring_state
 from shardstep.params.sharded_parameters import ShardedParameters
@@ -59,7 +60,7 @@ class Step:
         del self._waiting[position]
         if self.update is None:
             with phase("shardstep::update"):
-                self._sharded.update_bucket(self._engine.optimizer, self._local_step, position)
+                self._engine.local.bucket(self._local_step, position)
         self._window.start(position)
 
     def finish(self, lazily: bool = False) -> Any:
@@ -118,6 +119,7 @@ class Engine:
     ) -> None:
         self.sharded = sharded
         self.optimizer = optimizer  # the local one
+        self.local = LocalUpdate(sharded, optimizer)
         self.consensus = consensus
         self.source = source
         self.progress = Progress()
@@ -194,11 +196,11 @@ class Engine:
         self.notice_changes()
         copy_options(param_groups, self.optimizer.param_groups)
         step = Step(self)
-        self.sharded.masters.arrange(self.sharded.plan.active_buckets, whole=True)
-        step.update = partial(self.sharded.update_whole, self.optimizer, getattr(self.optimizer, mode))
+        self.local.prepare(whole=True)
+        step.update = partial(self.local.whole, getattr(self.optimizer, mode))
         with step.failing_together(mode):
             step.finish()
-        self.sharded.masters.count_step(self.optimizer.param_groups)
+        self.local.end()
         copy_options(self.optimizer.param_groups, param_groups, self.sharded.builder.notes)
 
     def update_all(self, closure: Closure | None = None, kwargs: dict[str, Any] | None = None) -> Any:
@@ -259,12 +261,12 @@ class Engine:
         # The same on every rank, so that all start the same gathers at the same time, whatever they own.
         if evaluate is not None or step.kwargs or not self.sharded.builder.splittable:
             update = partial(self.update_all, evaluate, step.kwargs)
-            step.update = partial(self.sharded.update_whole, self.optimizer, update)
-        self.sharded.masters.arrange(self.sharded.plan.active_buckets, whole=step.update is not None)
+            step.update = partial(self.local.whole, update)
+        self.local.prepare(whole=step.update is not None)
         return step
 
     def _end(self, param_groups: ParamGroups, source: StepGradients) -> None:
-        self.sharded.masters.count_step(self.optimizer.param_groups)
+        self.local.end()
         copy_options(self.optimizer.param_groups, param_groups, self.sharded.builder.notes)
         self.progress.end()
         source.stepped()
@@ -293,7 +295,7 @@ class Engine:
             loss = closure()
             source.prepare(param_groups)
             source.bind(self.sharded.plan.active_buckets)
-            self.sharded.masters.take_gradients(self.sharded.plan.active_buckets)
+            self.local.take_gradients()
             return loss
 
         return evaluate
@@ -301,9 +303,9 @@ class Engine:
     def _gather(self) -> None:
         """Bring all ranks' parameters up to date with their owners'."""
         step = Step(self)
-        step.update = partial(self.sharded.publish, self.optimizer)
+        step.update = self.local.publish
         step.finish()
-        self.sharded.masters.count_step(self.optimizer.param_groups)
+        self.local.end()
 
     def _gather_all(self) -> None:
         """Bring all ranks' parameters up to date with their owners', also frozen ones."""

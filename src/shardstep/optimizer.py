@@ -18,7 +18,7 @@ from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import ProcessGroup, debug_is_on
 from shardstep.comm.rank_groups import DeviceMesh, PortableGroups, opening
 from shardstep.engine import Engine
-from shardstep.grads import clipping
+from shardstep.grads import clipping, loss_scale
 from shardstep.grads.ddp_buckets import evaluated_once
 from shardstep.grads.mode import GradientMode
 from shardstep.grads.parameter_gradients import ParameterGradients
@@ -29,6 +29,7 @@ from shardstep.layout.specs import Layout
 from shardstep.params import groups, replicas
 from shardstep.params.builder import OptimizerBuilder
 from shardstep.params.local_optimizer import copy_options
+from shardstep.params.lost_updates import LostUpdates
 from shardstep.params.master_modes import MasterWeights, checked_settings, take_modes
 from shardstep.params.sharded_parameters import ShardedParameters
 from shardstep.state import memory
@@ -173,6 +174,11 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         self.engine, self._attendance = engine, attendance
         self._set_up_state()
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """For torch's GradScaler: whether ``step`` takes the scale itself."""
+        return loss_scale.takes_scale(self.engine.sharded)
+
     # --- step -----------------------------------------------------------------------------------------------------
 
     @overload
@@ -189,6 +195,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         this only runs the closure, if there is one.
         """
         engine = self.engine
+        if loss_scale.must_be_skipped(self):
+            return None
         if engine.source.may_step_in_backward and callable(closure):
             closure = evaluated_once(closure)  # its backward may make the first step, so it runs before one is begun
         if engine.source.steps_in_backward:
@@ -196,7 +204,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
             loss = closure() if callable(closure) else None
         else:
             gradients = self._attendance.begin_step(engine.source, engine.sharded, callable(closure))
-            loss = engine.step(self.param_groups, closure, kwargs, gradients)
+            with loss_scale.unscaled(self, engine.sharded):
+                loss = engine.step(self.param_groups, closure, kwargs, gradients)
         if engine.sharded.builder.consumes:  # heavyball's set the gradients they have used to None, of their pieces
             self.zero_grad()
         return loss
@@ -361,5 +370,16 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         return self.engine.sharded.layout
 
     def memory(self) -> MemoryReport:
-        """Bytes of parameters, gradients and optimizer state that this rank holds, measured on its live tensors."""
-        return memory.measure(self.engine.sharded.params.values(), self.optim.state, self.engine.source.tensors())
+        """Bytes of parameters, gradients, optimizer state and masters that this rank holds, measured on its live tensors."""
+        sharded, gradients = self.engine.sharded, self.engine.source.tensors()
+        kept, scratch = sharded.masters.memory(), sharded.masters.scratch()
+        return memory.measure(sharded.params.values(), self.optim.state, gradients, kept, scratch)
+
+    @contextmanager
+    def count_lost_updates(self) -> Iterator[LostUpdates]:
+        """Within this context count the updates that 16 bits lose; ``by_group`` has the shares when it is left.
+
+        Collective: enter and leave it on every rank of the group, around any number of steps.
+        """
+        with self.engine.local.counting() as lost:
+            yield lost

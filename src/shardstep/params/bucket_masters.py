@@ -156,8 +156,8 @@ class BucketMasters:
             else:
                 _follow(narrow[part], self._values[part])
 
-    def take_gradients(self, gradients: Mapping[int, Tensor]) -> None:
-        """Give the masters their gradients, cast up; none to those without."""
+    def take_gradients(self, gradients: Mapping[int, Tensor], factor: Tensor | None) -> None:
+        """Give the masters their gradients, cast up, and multiplied by ``factor``; none to those without."""
         targets, sources = [], []
         for piece, target in zip(self.pieces, self._gradient_spans, strict=True):
             gradient, tensor = gradients.get(piece.param), self.tensors[piece.param]
@@ -165,7 +165,7 @@ class BucketMasters:
                 tensor.grad = None
                 continue
             self.stepped.add(piece.param)
-            if gradient.dtype != torch.float32:
+            if gradient.dtype != torch.float32 or factor is not None:
                 targets.append(target)
                 sources.append(gradient.detach().view(target.shape))
                 gradient = target
@@ -173,6 +173,8 @@ class BucketMasters:
         if targets:
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources)
+                if factor is not None:
+                    torch._foreach_mul_(targets, factor.to(self.device))
 
     def close(self, draws: Sequence[Draw]) -> None:
         """Round the masters into the parameters. ``draws``: by group, for random rounding."""

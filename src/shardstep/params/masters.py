@@ -40,6 +40,7 @@ class Masters:
         self._arrangement: tuple[bool, tuple[int, ...]] | None = None
         self._scratch: list[Tensor] = []
         self.modes: list[MasterMode] = []  # by group
+        self.gradient_factor: Tensor | None = None  # by which gradients are multiplied once they are float32
 
     def __contains__(self, index: int) -> bool:
         """Whether this rank has a master of (its piece of) a parameter."""
@@ -171,12 +172,12 @@ class Masters:
         """Before an update of these buckets: masters, as the parameters are now, and their gradients."""
         for bucket in self._chosen(positions):
             bucket.open()
-            bucket.take_gradients(self._gradients)
+            bucket.take_gradients(self._gradients, self.gradient_factor)
 
     def take_gradients(self, positions: Iterable[int]) -> None:
         """In the middle of an update a closure has made new gradients."""
         for bucket in self._chosen(positions):
-            bucket.take_gradients(self._gradients)
+            bucket.take_gradients(self._gradients, self.gradient_factor)
 
     def close(self, positions: Iterable[int], param_groups: Sequence[Mapping[str, Any]]) -> None:
         """After an update of these buckets: round the masters into the parameters."""

@@ -6,7 +6,7 @@ It is kept real when groups are added, parameters are frozen or moved, or their 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -27,7 +27,7 @@ from shardstep.params import groups as group_forms
 from shardstep.params.bucket_views import BucketViews
 from shardstep.params.builder import OptimizerBuilder
 from shardstep.params.dtensors import LocalParameter, have_moved, local_parameter
-from shardstep.params.local_optimizer import options_of, step_subset
+from shardstep.params.local_optimizer import options_of
 from shardstep.params.master_modes import MasterMode, MasterSettings
 from shardstep.params.masters import Masters
 from shardstep.params.memory_watch import MemoryWatch
@@ -348,26 +348,6 @@ class ShardedParameters:
             **(further or {}),
         }
         return [("argument", settings), *group_forms.facts_of(param_groups, self.layout.specs)]
-
-    def update_bucket(self, optimizer: Optimizer, step: Callable[[], Any], position: int) -> None:
-        """Step this rank's pieces of one bucket. ``step``: the optimizer's, see ``unhooked_step``."""
-        subset = self.plan.subsets[position]
-        if subset:
-            self.masters.open([position])
-            with step_subset(optimizer, subset):
-                step()
-            self.masters.close([position], optimizer.param_groups)
-
-    def update_whole(self, optimizer: Optimizer, update: Callable[[], Any]) -> Any:
-        """Do what changes this rank's pieces of all buckets at once."""
-        self.masters.open(self.plan.active_buckets)
-        result = update()
-        self.publish(optimizer)
-        return result
-
-    def publish(self, optimizer: Optimizer) -> None:
-        """Bring the parameters up to date with what the local optimizer has stepped, if that is masters."""
-        self.masters.close(self.plan.active_buckets, optimizer.param_groups)
 
     # --- copies ---------------------------------------------------------------------------------------------------
 
