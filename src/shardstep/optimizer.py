@@ -370,7 +370,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         return self.engine.sharded.layout
 
     def memory(self) -> MemoryReport:
-        """Bytes of parameters, gradients, optimizer state and masters that this rank holds, measured on its live tensors."""
+        """Bytes of parameters, gradients, state and masters that this rank holds, measured on its live tensors."""
         sharded, gradients = self.engine.sharded, self.engine.source.tensors()
         kept, scratch = sharded.masters.memory(), sharded.masters.scratch()
         return memory.measure(sharded.params.values(), self.optim.state, gradients, kept, scratch)

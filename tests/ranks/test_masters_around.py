@@ -133,6 +133,25 @@ def test_accumulation_norms_and_clipping_are_float32_with_reduce_dtype(world, mo
     run_ranks(_clipped, world, mode)
 
 
+def _clipped_in_16_bits(rank, world):
+    """Gradients that stay bfloat16 are multiplied in float32 and rounded once."""
+    param = Parameter(values((301,), 1, torch.bfloat16))
+    opt = ZeroRedundancyOptimizer([param], torch.optim.SGD, lr=1.0, master_weights=torch.float32)
+    param.grad = values((301,), 2, torch.bfloat16)
+    wide = param.grad.float()
+    norm = opt.clip_grad_norm_(1.0)
+    factor = 1.0 / (norm + 1e-6)
+    torch.testing.assert_close(norm, torch.linalg.vector_norm(wide), rtol=1e-6, atol=0)
+    assert torch.equal(param.grad, (wide * factor).to(torch.bfloat16))
+    before = param.detach().float()
+    opt.step()
+    assert torch.equal(opt.full_state(param)["master_weight"], before - param.grad.float())
+
+
+def test_clipping_gradients_in_16_bits_rounds_once():
+    run_ranks(_clipped_in_16_bits, 2)
+
+
 SCALE = 2.0**8
 
 
@@ -281,7 +300,7 @@ def _moving_first(rank, world, mode):
                 param.grad = gradient.to(torch.bfloat16).to(param.dtype)
 
         seen = []
-        twins.opt.step(lambda: (closure(twins.ours), seen.extend(p.grad for p in twins.ours)))
+        twins.opt.step(lambda seen=seen: (closure(twins.ours), seen.extend(p.grad for p in twins.ours)))
 
         def follow(seen=seen):
             for copy, gradient in zip(twins.theirs, seen, strict=True):

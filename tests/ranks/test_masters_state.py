@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep.tools import cli
 from tests.harness import run_ranks
 from tests.ranks.test_masters import KEPT, SMALL, rounded
 from tests.twins import assert_same, values
@@ -169,6 +170,60 @@ def test_a_plain_optimizer_over_float32_parameters_loads_a_checkpoint_with_maste
     train(model, opt, range(4, 7))
     expected, _ = plain_outcome(7)
     assert all(torch.equal(param, other) for param, other in zip(model.parameters(), expected, strict=True))
+
+
+def _from_plain_checkpoint(rank, world, mode, shard, path):
+    model = make_model()
+    opt = build(model, mode, shard)
+    checkpoint.load(path, opt, model)
+    train(model, opt, range(4, 7))
+    return outcome(model, opt)
+
+
+@pytest.mark.parametrize("shard", ["element", "tensor"])
+@pytest.mark.parametrize("mode", KEPT)
+def test_a_checkpoint_of_the_plain_class_over_float32_parameters_gives_the_masters(mode, shard, tmp_path):
+    model = make_model().to(torch.float32)
+    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+    train(model, opt, range(4))
+    checkpoint.save(tmp_path / "saved", opt, model)
+    check_against_plain(run_ranks(_from_plain_checkpoint, 3, mode, shard, tmp_path / "saved")[0], 7)
+
+
+def _saved_for_tools(rank, world, mode, path):
+    model = make_model()
+    opt = build(model, mode)
+    train(model, opt, range(4), skip=(1,))
+    checkpoint.save(path, opt, model)
+    return [(param.detach(), opt.full_state(param).get("master_weight")) for param in model.parameters()]
+
+
+@pytest.mark.parametrize("mode", KEPT)
+def test_the_command_line_shows_masters_and_writes_the_model_from_them(mode, tmp_path, capsys):
+    saved = run_ranks(_saved_for_tools, 3, mode, tmp_path / "saved")[0]
+    assert cli.main(["inspect", str(tmp_path / "saved")]) == 0
+    printed = capsys.readouterr().out
+    assert "optim.state.0.weight.master_weight" in printed
+    assert "float32 masters of 5 parameters" in printed
+    assert cli.main(["convert", str(tmp_path / "saved"), str(tmp_path / "model.pt"), "--master"]) == 0
+    written = torch.load(tmp_path / "model.pt", weights_only=True)
+    model = make_model(torch.float32)
+    model.load_state_dict(written)
+    for (param, master), value in zip(saved, model.parameters(), strict=True):
+        assert torch.equal(value.detach(), param.float() if master is None else master)
+    assert [master is None for _, master in saved] == [False, True, False, False, False, False]
+    assert cli.main(["convert", str(tmp_path / "saved"), str(tmp_path / "narrow.pt"), "--part", "model"]) == 0
+    assert torch.load(tmp_path / "narrow.pt", weights_only=True)["0.weight"].dtype == torch.bfloat16
+    capsys.readouterr()
+    assert cli.main(["convert", str(tmp_path / "saved"), "x.pt", "--master", "--part", "optim"]) == 2
+    assert "--master expects a model" in capsys.readouterr().err
+
+
+def test_without_masters_the_command_line_says_so(tmp_path, capsys):
+    run_ranks(_saved_for_tools, 1, None, tmp_path / "saved")
+    assert cli.main(["convert", str(tmp_path / "saved"), str(tmp_path / "model.pt"), "--master"]) == 2
+    assert "expects a checkpoint with float32 masters" in capsys.readouterr().err
+    assert not (tmp_path / "model.pt").exists()
 
 
 def _partly_stepped(rank, world, mode, cls):

@@ -185,6 +185,9 @@ class WholeParameters:
     def master_weights(self, only: int | None = None) -> dict[int, Tensor]:
         return {}  # its parameters are what it steps
 
+    def keeps_master(self, index: int) -> bool:
+        return False
+
     def take_masters(self, masters: Mapping[int, Tensor]) -> None:
         """Masters of a sharded optimizer were loaded: float32 parameters are what they were kept for."""
         lacking = [index for index in masters if self.given[index].dtype != torch.float32]

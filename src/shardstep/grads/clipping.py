@@ -16,8 +16,19 @@ def checked_order(norm_type: float, what: str = "norm_type") -> float:
     return order
 
 
-def scale(gradients: Sequence[Tensor], norm: Tensor, max_norm: float, order: float, error_if_nonfinite: bool) -> None:
-    """Scale gradients of this norm so that it is at most ``max_norm``."""
+def scale(
+    gradients: Sequence[Tensor],
+    norm: Tensor,
+    max_norm: float,
+    order: float,
+    error_if_nonfinite: bool,
+    *,
+    wide: bool = False,
+) -> None:
+    """Scale gradients of this norm so that it is at most ``max_norm``.
+
+    ``wide``: gradients in 16 bits are multiplied in float32 and rounded once; else by a factor of their own dtype.
+    """
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"clip_grad_norm_ expects a finite norm but the norm of order {order:g} of all gradients is {norm.item()}. "
@@ -26,4 +37,5 @@ def scale(gradients: Sequence[Tensor], norm: Tensor, max_norm: float, order: flo
     # No branch on the value: the host need not wait for an accelerator.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for gradient in gradients:
-        gradient.detach().mul_(factor.to(gradient.device, gradient.real.dtype))
+        dtype = factor.dtype if wide else gradient.real.dtype
+        gradient.detach().mul_(factor.to(gradient.device, dtype))

@@ -54,7 +54,7 @@ class ParameterGradients(GradientSource):
         gradients = [param.grad for param in params if param.grad is not None]
         device = params[0].device if params else torch.device("cpu")
         norm = local_norm(gradients, order, device, wide_dtype(params))
-        clipping.scale(gradients, norm, max_norm, order, error_if_nonfinite)
+        clipping.scale(gradients, norm, max_norm, order, error_if_nonfinite, wide=self._sharded.masters.are_used)
         return norm
 
     def full(self, index: int) -> Tensor | None:

@@ -137,6 +137,11 @@ class Masters:
         return [index for index in weights if not self.keeps(index)]
 
     @property
+    def are_used(self) -> bool:
+        """Whether the optimizer steps in float32 for any 16-bit parameter, on this rank or another."""
+        return any(mode is not MasterMode.NONE for mode in self.modes)
+
+    @property
     def are_kept(self) -> bool:
         """Whether there are masters that outlive a step, on this rank or another."""
         return any(mode.is_kept for mode in self.modes)

@@ -327,6 +327,10 @@ class ShardedParameters:
             self.bind()
         return self.masters.weights(only)
 
+    def keeps_master(self, index: int) -> bool:
+        """Whether this rank keeps a float32 master of its piece of a parameter."""
+        return self.masters.keeps(index)
+
     def find_state_class(self, index: int, name: str) -> type | None:
         """The tensor subclass of that name which the optimizer makes as state: of a parameter, if no other."""
         like = self.params[index]

@@ -55,5 +55,8 @@ class HeldParameters(Protocol):
     def master_weights(self, only: int | None = None) -> Mapping[int, Tensor]:
         """The float32 masters of this rank's pieces that were stepped, by parameter; ``only``: of one."""
 
+    def keeps_master(self, index: int) -> bool:
+        """Whether this rank keeps a float32 master of its piece of a parameter."""
+
     def find_state_class(self, index: int, name: str) -> type | None:
         """The tensor subclass of that name which the optimizer makes as state."""
