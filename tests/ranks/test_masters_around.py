@@ -21,14 +21,16 @@ SPACING = 2.0**-7  # of bfloat16, between 1 and 2
 # --- small updates ----------------------------------------------------------------------------------------------------
 
 
-def _small_updates(rank, world, mode, shard):
-    param = Parameter(torch.ones(301, dtype=torch.bfloat16))
-    sharded = {"master_weights": mode, "shard": shard}
-    opt = ZeroRedundancyOptimizer([param], torch.optim.SGD, lr=1.0, **sharded)
+def _small_updates(rank, world, shard):
+    modes = [*MODES, None]
+    params = [Parameter(torch.ones(301, dtype=torch.bfloat16)) for _ in modes]
+    groups = [{"params": [param], "master_weights": mode} for param, mode in zip(params, modes, strict=True)]
+    opt = ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=1.0, shard=shard)
     for _ in range(200):
-        param.grad = torch.full_like(param, -SPACING / 10)
+        for param in params:
+            param.grad = torch.full_like(param, -SPACING / 10)
         opt.step()
-    return param.detach()
+    return [param.detach() for param in params]
 
 
 @pytest.mark.parametrize("shard", ["element", "tensor"])
@@ -36,13 +38,13 @@ def _small_updates(rank, world, mode, shard):
 def test_200_steps_of_a_tenth_of_the_spacing_arrive_with_masters_and_are_lost_without(world, shard):
     gradient = torch.tensor(SPACING / 10, dtype=torch.bfloat16).item()
     expected = torch.tensor(1 + 200 * gradient).to(torch.bfloat16)
-    for mode in KEPT:
-        assert torch.equal(run_ranks(_small_updates, world, mode, shard)[0], expected.expand(301))
-    at_random = run_ranks(_small_updates, world, "stochastic", shard)[0].to(torch.float64)
+    kept, remainder, at_random, without = run_ranks(_small_updates, world, shard)[0]
+    assert torch.equal(kept, expected.expand(301))
+    assert torch.equal(remainder, expected.expand(301))
     # 301 walks of 200 steps, each up with probability 0.1: the mean has a deviation of sqrt(200 * 0.09 / 301) = 0.25
     # spacings (twice that beyond 1 + 1: there the spacing is two).
-    assert abs(at_random.mean().item() - expected.item()) < 4.5 * 0.5 * SPACING
-    assert torch.equal(run_ranks(_small_updates, world, None, shard)[0], torch.ones(301, dtype=torch.bfloat16))
+    assert abs(at_random.to(torch.float64).mean().item() - expected.item()) < 4.5 * 0.5 * SPACING
+    assert torch.equal(without, torch.ones(301, dtype=torch.bfloat16))
 
 
 # --- parameters that somebody changes ---------------------------------------------------------------------------------
@@ -315,19 +317,18 @@ def test_an_optimizer_that_moves_before_its_closure_moves_masters(mode):
     run_ranks(_moving_first, 3, mode)
 
 
-def _eight_bit(rank, world, mode):
+def _eight_bit(rank, world):
     from bitsandbytes.optim import AdamW8bit
 
     shapes = [(128, 64), (64,), (5000,)]
-    twins = MasterTwins(AdamW8bit, mode, shapes=shapes, sharded={"shard": "tensor"}, lr=0.01)
+    twins = MasterTwins(AdamW8bit, KEPT, shapes=shapes, sharded={"shard": "tensor"}, lr=0.01)
     twins.step(10)
     twins.check("8 bit")
 
 
-@pytest.mark.parametrize("mode", KEPT)
-def test_blocks_of_8_bit_state_see_float32(mode):
+def test_blocks_of_8_bit_state_see_float32():
     pytest.importorskip("bitsandbytes")
-    run_ranks(_eight_bit, 2, mode)
+    run_ranks(_eight_bit, 2)
 
 
 def _channels_last(rank, world, mode):
