@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 
 from shardstep.params.random_bits import Draw, RandomBits, Segment, key_of
+from shardstep.params.rounding import Room
 
 DRAWS = [Draw(0, 0), Draw(0, 0)]
 
 
 def numbers(segments, numel, draws=DRAWS):
     out = torch.full((numel,), -1, dtype=torch.int32)
-    for where, random in RandomBits(segments, numel, torch.device("cpu")).draw(draws):
+    for where, random in RandomBits(segments, numel, torch.device("cpu")).draw(draws, Room(numel, torch.device("cpu"))):
         out[where] = random
     return out
 

@@ -16,7 +16,7 @@ from shardstep.layout.specs import Bucket, Layout, Piece
 from shardstep.params.master_modes import MasterMode
 from shardstep.params.pieces import span_of
 from shardstep.params.random_bits import Draw, RandomBits, Segment, key_of
-from shardstep.params.rounding import join, round_nearest, round_stochastic, spans, split
+from shardstep.params.rounding import Room, differ, join, round_nearest, round_stochastic, spans, split
 
 _ALIGNMENT = 64  # elements: as torch's own allocations begin, and with the first element of a pair
 
@@ -42,6 +42,7 @@ class BucketMasters:
         self._narrow_spans: list[Tensor] | None = None  # of the copy of the parameters; None: they are used in place
         self._gradient_spans: list[Tensor] = []
         self._random: RandomBits | None = None
+        self._room: Room | None = None
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -85,8 +86,9 @@ class BucketMasters:
         """Whether it needs scratch memory for a copy of the parameters."""
         return self._in_place is None
 
-    def place(self, values: Tensor | None, gradients: Tensor, narrow: Tensor | None) -> None:
+    def place(self, values: Tensor | None, gradients: Tensor, narrow: Tensor | None, room: Room) -> None:
         """Use this scratch memory from now on; ``values``, ``narrow``: if it is needed."""
+        self._room = room
         if self.mode is MasterMode.FLOAT32:
             values = self._kept_or_new()
         assert values is not None
@@ -103,7 +105,7 @@ class BucketMasters:
     def unplace(self) -> None:
         """Let go of scratch memory."""
         self._values = self._gradients = self._narrow = torch.empty(0)
-        self._narrow_spans, self._gradient_spans = None, []
+        self._narrow_spans, self._gradient_spans, self._room = None, [], None
         if self.mode is MasterMode.FLOAT32 and self.kept is not None:
             self._point_at(self.kept)
             return
@@ -154,7 +156,7 @@ class BucketMasters:
             if self.mode is MasterMode.REMAINDER:
                 join(narrow[part], kept[part], self._values[part])
             else:
-                _follow(narrow[part], self._values[part])
+                _follow(narrow[part], self._values[part], self._room)
 
     def take_gradients(self, gradients: Mapping[int, Tensor], factor: Tensor | None) -> None:
         """Give the masters their gradients, cast up, and multiplied by ``factor``; none to those without."""
@@ -179,15 +181,16 @@ class BucketMasters:
     def close(self, draws: Sequence[Draw]) -> None:
         """Round the masters into the parameters. ``draws``: by group, for random rounding."""
         if self.mode is MasterMode.STOCHASTIC:
-            for part, random in self._random_bits().draw(draws):
-                round_stochastic(self._values[part], random, self._narrow[part])
+            assert self._room is not None
+            for part, random in self._random_bits().draw(draws, self._room):
+                round_stochastic(self._values[part], random, self._narrow[part], self._room)
         else:
             kept = self._kept_or_new()
             for part in spans(self.numel, self.device):
                 if self.mode is MasterMode.REMAINDER:
-                    split(self._values[part], self._narrow[part], kept[part])
+                    split(self._values[part], self._narrow[part], kept[part], self._room)
                 else:
-                    round_nearest(self._values[part], self._narrow[part])
+                    round_nearest(self._values[part], self._narrow[part], self._room)
         self._write()
 
     def _random_bits(self) -> RandomBits:
@@ -261,10 +264,13 @@ class BucketMasters:
         return narrow
 
 
-def _follow(narrow: Tensor, master: Tensor) -> None:
+def _follow(narrow: Tensor, master: Tensor, room: Room | None = None) -> None:
     """Where the parameter is not what its master rounds to, somebody has changed it: the master begins as it is."""
-    rounded = torch.empty_like(narrow)
-    round_nearest(master, rounded)
+    rounded = torch.empty_like(narrow) if room is None else room.row(1, narrow.numel()).view(narrow.dtype)
+    rounded = rounded[: narrow.numel()]
+    round_nearest(master, rounded, room)
+    if not differ(rounded, narrow):
+        return
     changed = rounded.view(torch.int16) != narrow.view(torch.int16)
     torch.where(changed, narrow.to(torch.float32), master, out=master)
 

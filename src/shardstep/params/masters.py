@@ -23,6 +23,7 @@ from shardstep.layout.specs import Layout
 from shardstep.params.bucket_masters import BucketMasters
 from shardstep.params.master_modes import MasterMode, MasterSettings
 from shardstep.params.random_bits import Draw
+from shardstep.params.rounding import Room
 
 # Options of a group that is rounded at random. They are saved with the others, so a resumed run goes on with the same.
 SEED, STEP = "rounding_seed", "rounding_step"
@@ -98,12 +99,14 @@ class Masters:
                 torch.zeros(pool.numel, dtype=dtype, device=device)
                 for pool, dtype in ((gradients, torch.float32), (values, torch.float32), (narrow, torch.int16))
             ]
-        self._scratch += memory
+        room = Room(max((bucket.numel for bucket in buckets), default=0), device)
+        self._scratch += [*memory, room.memory]
         for bucket in buckets:
             bucket.place(
                 values=values.part(memory[1], bucket) if bucket.needs_values else None,
                 gradients=gradients.part(memory[0], bucket),
                 narrow=narrow.part(memory[2], bucket) if bucket.needs_narrow else None,
+                room=room,
             )
 
     def memory(self) -> list[Tensor]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardstep.params.rounding import spans
+from shardstep.params.rounding import Room, spans
 
 _WORD = 1 << 32
 
@@ -80,8 +80,8 @@ class RandomBits:
         counts = [after - before for before, after in pairwise(pairs)]
         yield _Part(where, slice(low, high), torch.tensor(counts, device=self._device))
 
-    def draw(self, draws: Sequence[Draw]) -> Iterator[tuple[slice, Tensor]]:
-        """Range by range, its random numbers. ``draws``: by group."""
+    def draw(self, draws: Sequence[Draw], room: Room) -> Iterator[tuple[slice, Tensor]]:
+        """Range by range, its random numbers, in the second row of ``room``. ``draws``: by group."""
         if not self._groups:
             return
         keys = self._keys(draws)
@@ -91,12 +91,15 @@ class RandomBits:
             if counts is not None:
                 chosen = chosen.repeat_interleave(counts, dim=1, output_size=stop - first)
             base, key, other = chosen
-            bits = torch.arange(stop - first, dtype=torch.int32, device=self._device).add_(_signed(first))
-            bits.add_(base).bitwise_xor_(key)
-            _fold(bits, 16).mul_(_FIRST).bitwise_xor_(other)
-            _fold(bits, 15).mul_(_SECOND)
-            halves = _fold(bits, 16).view(torch.int16)
-            yield where, halves[: where.stop - where.start].to(torch.int32).bitwise_and_(0xFFFF)
+            bits, moved = room.row(0, 2 * (stop - first)).chunk(2)
+            torch.arange(stop - first, out=bits)
+            bits.add_(base + _signed(first)).bitwise_xor_(key)
+            _fold(bits, 16, moved).mul_(_FIRST).bitwise_xor_(other)
+            _fold(bits, 15, moved).mul_(_SECOND)
+            _fold(bits, 16, moved)
+            count = where.stop - where.start
+            numbers = room.row(1, count)
+            yield where, numbers.copy_(bits.view(torch.int16)[:count]).bitwise_and_(0xFFFF)
 
     def _keys(self, draws: Sequence[Draw]) -> Tensor:
         """By segment: where it counts from, and two keys."""
@@ -109,9 +112,10 @@ class RandomBits:
             table = torch.tensor(by_segment, dtype=torch.int32, device=self._device)
             mixed = [self._rows[1].bitwise_xor(table[:, 0]), self._rows[2].bitwise_xor(table[:, 1])]
         for row in mixed:
-            _fold(row, 16).mul_(_SECOND)
-            _fold(row, 13).mul_(_FIRST)
-            _fold(row, 16)
+            moved = torch.empty_like(row)
+            _fold(row, 16, moved).mul_(_SECOND)
+            _fold(row, 13, moved).mul_(_FIRST)
+            _fold(row, 16, moved)
         return torch.stack([self._rows[0], *mixed])
 
 
@@ -142,6 +146,9 @@ def _signed(value: int) -> int:
 _FIRST, _SECOND = _signed(0x7FEB352D), _signed(0x846CA68B)
 
 
-def _fold(bits: Tensor, by: int) -> Tensor:
-    """In place: the upper bits into the lower ones. (torch's shift of a negative number fills up with ones.)"""
-    return bits.bitwise_xor_((bits >> by).bitwise_and_((1 << 32 - by) - 1))
+def _fold(bits: Tensor, by: int, moved: Tensor) -> Tensor:
+    """In place: the upper bits into the lower ones. ``moved``: memory for it.
+
+    torch's shift of a negative number fills up with ones: they go, or the numbers would not be evenly distributed.
+    """
+    return bits.bitwise_xor_(torch.bitwise_right_shift(bits, by, out=moved).bitwise_and_((1 << 32 - by) - 1))
