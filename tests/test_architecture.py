@@ -41,7 +41,7 @@ ARROWS = {
     # Checkpoints: files first, then what is written to them. None of it is imported with the package.
     "checkpoint.storage": {"comm"},
     "checkpoint": {"layout", "comm", "params", "state", "checkpoint.storage"},
-    "__init__": {"grads", "state", "optimizer", "model_no_sync", "sharded_ddp", "ddp_hooks", "checkpoint"},
+    "__init__": {"params", "grads", "state", "optimizer", "model_no_sync", "sharded_ddp", "ddp_hooks", "checkpoint"},
     "integrations": {"__init__"},
     "tools": {"__init__", "comm", "params", "state", "checkpoint", "checkpoint.storage"},
 }

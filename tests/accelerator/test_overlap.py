@@ -108,8 +108,8 @@ def test_backward_waits_for_a_reduction_only_to_take_over_its_buffer() -> None:
         if entry.kind in ("kernel", "copy", "collective"):
             launched[entry.stream, entry.number] = sent if inside else 0
         if entry.kind == "wait" and inside and entry.order == compute:
-            before = max((count for (at, no), count in launched.items() if at == entry.stream and no <= entry.number), default=0)
-            waits.append(sent - before)
+            awaited = [count for (at, no), count in launched.items() if at == entry.stream and no <= entry.number]
+            waits.append(sent - max(awaited, default=0))
     assert all(behind >= 1 for behind in waits), waits  # sent since: at least one more was under way meanwhile
 
 

@@ -117,7 +117,7 @@ class DdpBucketGradients(SteppedByHook, ParameterGradients):
                 gradient = self._backward.gradients.get(piece.param)
                 if gradient is not None and not piece.whole:
                     gradient = gradient.reshape(-1)[piece.start : piece.stop]
-                self._sharded.pieces.tensors[piece.param].grad = gradient
+                self._sharded.pieces.set_gradient(piece.param, gradient)
 
     def release(self) -> None:
         super().release()
