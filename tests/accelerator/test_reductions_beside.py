@@ -1,7 +1,8 @@
-"""Reductions beside the computation, by the trace and the allocator of the simulated device; under DDP, Join, meshes."""
+"""Reductions beside the computation, by trace and allocator of the simulated device; under DDP, in Join, on meshes."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -14,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 import shardstep
 from shardstep import ZeroRedundancyOptimizer
 from tests.accelerator import simulated
-from tests.accelerator.simulated import ACCELERATOR_ONLY, Log, on_device
+from tests.accelerator.simulated import ACCELERATOR_ONLY, Entry, Log, on_device
 from tests.accelerator.test_reductions import CLOSE, STEPS, Net, loss_of, oracle, sharded, simple, weights_of
-from tests.accelerator.timeline import Timeline, balanced, overlaps
+from tests.accelerator.timeline import Timeline, overlaps
 from tests.harness import run_ranks
 
 # --- the trace -------------------------------------------------------------------------------------------------------
@@ -24,31 +25,50 @@ from tests.harness import run_ranks
 
 @on_device
 def _trace(rank: int, world: int) -> Log:
-    side = sharded(rank)
-    for step in range(3):
-        simple(side, step)
-    with simulated.tracing() as log:
-        side.optimizer.zero_grad()
-        loss = side.losses(3, True)
-        simulated.mark("backward")
-        loss.backward()
-        simulated.mark("step")
-        side.optimizer.step()
-        simulated.mark("end")
+    """Eight layers, each of which is a bucket."""
+    torch.manual_seed(2)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8))).to("sim")
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.1, shard_gradients=True, bucket_cap_mb=16 * 16 * 4 / 2**20
+    )
+    batch = torch.randn(4, 16).to("sim")
+    for step in range(4):
+        optimizer.zero_grad()
+        with simulated.tracing() as log:
+            loss = model(batch).square().mean()
+            simulated.mark("backward")
+            loss.backward()
+            simulated.mark("step")
+            if step == 3:
+                optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            simulated.mark("end")
     return log
 
 
 def test_a_bucket_is_reduced_while_backward_computes_the_next() -> None:
+    """Backward computes as long as its reductions take, so all but the last of eight can be hidden."""
     logs = run_ranks(_trace, 2, fresh=True)
-    for seed in range(3):
-        timeline = Timeline(logs, balanced(logs, seed))
+    kernels = Timeline(logs).of(kind="kernel", stream="default", between=("backward", "step"))
+    for factor in (0.5, 1.0):
+        long = factor * len(kernels) / 8
+
+        def duration(entry: Entry, long: float = long) -> float:
+            return long if "reduce_scatter" in entry.name else 1.0
+
+        timeline = Timeline(logs, duration, launching=0.0)
+        computing = timeline.of(kind="kernel", stream="default", between=("backward", "step"))
         reductions = timeline.of(name="reduce_scatter", between=("backward", "step"))
-        kernels = timeline.of(kind="kernel", stream="default", between=("backward", "step"))
-        assert len(reductions) > 3
+        assert len(reductions) == 8
         for reduction in reductions[:-1]:
-            assert any(overlaps(reduction, kernel) for kernel in kernels)
-        hidden = timeline.hidden(between=("backward", "step"))
-        assert hidden > 0.5, hidden
+            assert any(overlaps(reduction, kernel) for kernel in computing)
+        for before, kernel in itertools.pairwise(computing):
+            # It packs into the buffer of the bucket before the last one: if reductions are the slower ones it waits there.
+            may_wait = factor == 1.0 and "cat" in kernel.name
+            assert kernel.start == before.end or may_wait, "backward waits for no reduction"
+        assert timeline.hidden(between=("backward", "step")) >= 0.75
+        reading = timeline.of(kind="kernel", stream="default", between=("step", "end"))[0]
+        assert reading.start >= reductions[-1].end, "what reads gradients waits for them"
 
 
 # --- memory ----------------------------------------------------------------------------------------------------------
