@@ -69,12 +69,15 @@ class JoinAttendance:
 
     def notify(self) -> None:
         """Tell the ranks without inputs that this one goes on. JoinEnded if the context is to end early."""
+        optimizer = self._optimizer()
         try:
-            Join.notify_join_context(self._optimizer())  # type: ignore[arg-type]
+            work = Join.notify_join_context(optimizer)  # type: ignore[arg-type]
         except RuntimeError as error:
             if not self._config.throw_on_early_termination:
                 raise
             raise JoinEnded(str(error)) from error
+        if work is not None and optimizer is not None and optimizer.join_device.type != "cpu":
+            work.wait()  # in stream order, not on the host: its memory is given back now
 
     def begin_step(self, source: GradientSource, sharded: ShardedParameters, has_closure: bool) -> StepGradients:
         """The gradients of a step that begins: in a Join context they are lent."""

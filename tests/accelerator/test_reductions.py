@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -29,7 +29,7 @@ class Net(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         sizes = [7, 24, 16, 40, 9, 3]
-        self.layers = nn.ModuleList(nn.Linear(one, other) for one, other in pairwise(sizes))
+        self.layers = nn.ModuleList(nn.Linear(one, other) for one, other in itertools.pairwise(sizes))
         self.extra = nn.Parameter(torch.ones(3))
         self.to(dtype)
 
@@ -360,7 +360,7 @@ def _fail(rank: int, world: int, find_unused: bool, buckets: int) -> list[Tensor
         elif step % 4 == 3:
             loss = side.losses(100 + step, True)
             handle = side.model.layers[2].weight.register_hook(fail) if rank == step % 3 else None  # type: ignore[index]
-            with suppress(Broken):
+            with contextlib.suppress(Broken):
                 loss.backward()
             if handle is not None:
                 handle.remove()

@@ -81,8 +81,12 @@ struct Streams {
     return {stream.clock, {stream.last()}};
   }
   void wait(Stream& stream, const Event& event) {
+    // Also for what the other stream only waits for: it may have launched nothing since.
+    for (size_t at = 0; at < event.clock.known.size(); ++at) {
+      Point point{int(at), event.clock.known[at]};
+      if (!stream.clock.covers(point)) trace.wait(stream.id, point);
+    }
     stream.clock.merge(event.clock);
-    for (auto point : event.points) trace.wait(stream.id, point);
   }
   static bool is_after(const Clock& clock, const Event& event) {
     return std::all_of(event.points.begin(), event.points.end(), [&](Point point) { return clock.covers(point); });

@@ -1,0 +1,214 @@
+"""Reductions beside the computation, by trace and allocator of the simulated device; under DDP, in Join, on meshes."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.algorithms.join import Join
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+import shardstep
+from shardstep import ZeroRedundancyOptimizer
+from tests.accelerator import simulated
+from tests.accelerator.simulated import ACCELERATOR_ONLY, Entry, Log, on_device
+from tests.accelerator.test_reductions import CLOSE, STEPS, Net, loss_of, oracle, sharded, simple, weights_of
+from tests.accelerator.timeline import Timeline, overlaps
+from tests.harness import run_ranks
+
+# --- the trace -------------------------------------------------------------------------------------------------------
+
+
+@on_device
+def _trace(rank: int, world: int) -> Log:
+    """Eight layers, each of which is a bucket."""
+    torch.manual_seed(2)
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8))).to("sim")
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.1, shard_gradients=True, bucket_cap_mb=16 * 16 * 4 / 2**20
+    )
+    batch = torch.randn(4, 16).to("sim")
+    for step in range(4):
+        optimizer.zero_grad()
+        with simulated.tracing() as log:
+            loss = model(batch).square().mean()
+            simulated.mark("backward")
+            loss.backward()
+            simulated.mark("step")
+            if step == 3:
+                optimizer.clip_grad_norm_(1.0)
+            optimizer.step()
+            simulated.mark("end")
+    return log
+
+
+def test_a_bucket_is_reduced_while_backward_computes_the_next() -> None:
+    """Its reductions take half as long as backward, and as long."""
+    logs = run_ranks(_trace, 2, fresh=True)
+    kernels = Timeline(logs).of(kind="kernel", stream="default", between=("backward", "step"))
+    for factor in (0.5, 1.0):
+        long = factor * len(kernels) / 8
+
+        def duration(entry: Entry, long: float = long) -> float:
+            return long if "reduce_scatter" in entry.name else 1.0
+
+        timeline = Timeline(logs, duration, launching=0.0)
+        computing = timeline.of(kind="kernel", stream="default", between=("backward", "step"))
+        reductions = timeline.of(name="reduce_scatter", between=("backward", "step"))
+        assert len(reductions) == 8
+        for reduction in reductions[:-1]:
+            assert any(overlaps(reduction, kernel) for kernel in computing)
+        hidden = timeline.hidden(between=("backward", "step"))
+        if factor == 0.5:  # all but the last, and backward waits for none
+            assert hidden == 7 / 8
+            assert all(before.end == kernel.start for before, kernel in itertools.pairwise(computing))
+        else:  # a reduction takes longer than a layer, so they follow each other at once: no more can be hidden
+            assert hidden > 0.7
+            assert all(before.end == after.start for before, after in itertools.pairwise(reductions))
+        reading = timeline.of(kind="kernel", stream="default", between=("step", "end"))[0]
+        assert reading.start >= reductions[-1].end, "what reads gradients waits for them"
+
+
+# --- memory ----------------------------------------------------------------------------------------------------------
+
+
+@on_device
+def _measure(rank: int, world: int, in_flight: int) -> tuple[int, int, int]:
+    """Peak of backward above what was held before it; the share; the largest bucket. In bytes, without activations."""
+    torch.manual_seed(1)
+    params = [nn.Parameter(torch.randn(4096, dtype=torch.float32, device="sim")) for _ in range(16)]
+    optimizer = ZeroRedundancyOptimizer(
+        params,
+        torch.optim.SGD,
+        lr=0.1,
+        shard_gradients=True,
+        gradient_buckets_in_flight=in_flight,
+        bucket_cap_mb=2 * 4096 * 4 / 2**20,
+    )
+    for _ in range(3):
+        optimizer.zero_grad()
+        before = torch.sim.memory_allocated()  # type: ignore[attr-defined]
+        torch.sim.reset_peak_memory_stats()  # type: ignore[attr-defined]
+        loss = torch.stack([param.sum() for param in params]).sum()  # one gradient at a time, which autograd expands
+        loss.backward()
+        peak = torch.sim.max_memory_allocated() - before  # type: ignore[attr-defined]
+        optimizer.step()
+    return peak, 16 * 4096 * 4 // world, 2 * 4096 * 4
+
+
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_the_peak_of_a_warm_backward_is_the_share_and_what_autograd_has_just_made(in_flight: int) -> None:
+    """Packed buckets are there already, from the first iteration on."""
+    for peak, share, bucket in run_ranks(_measure, 2, in_flight, fresh=True):
+        assert peak <= share + 2 * bucket, "the share, and gradients of a bucket that is not complete"
+
+
+# --- accelerator-only groups -----------------------------------------------------------------------------------------
+
+
+def _train_there_only(rank: int, world: int) -> list[Tensor]:
+    return on_device(_train_simply, ACCELERATOR_ONLY)(rank, world)
+
+
+def _train_simply(rank: int, world: int) -> list[Tensor]:
+    side = sharded(rank)
+    for step in range(STEPS):
+        simple(side, step)
+    return weights_of(side.model)
+
+
+def test_a_group_that_serves_the_accelerator_only_is_enough() -> None:
+    for weights in run_ranks(_train_there_only, 2, fresh=True):
+        torch.testing.assert_close(weights, oracle("simple", 2), **CLOSE)
+
+
+# --- under DDP -------------------------------------------------------------------------------------------------------
+
+
+@on_device
+def _train_ddp(rank: int, world: int, mode: str, views: bool) -> tuple[list[Tensor], list[str]]:
+    model = Net().to("sim")
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=views, bucket_cap_mb=4e-3)
+    stepping = mode != "sharded"
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=1e-2, bucket_cap_mb=4e-3, overlap_with_ddp=stepping
+    )
+    if stepping:
+        make = shardstep.hook_with_zero_step_interleaved if mode == "interleaved" else shardstep.hook_with_zero_step
+        ddp.register_comm_hook(None, make(shardstep.reduce_scatter_hook, ddp, optimizer))
+    else:
+        shardstep.shard_ddp_gradients(ddp, optimizer)
+
+    def iterate(step: int) -> None:
+        optimizer.zero_grad()
+        loss_of(ddp, step, rank).backward()
+        optimizer.step()
+
+    for step in range(3):
+        iterate(step)
+    with simulated.host_reads() as reads:
+        for step in range(3, STEPS):
+            iterate(step)
+    return weights_of(model), [str(read) for read in reads if read.origin == "shardstep"]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("views", [False, True])
+@pytest.mark.parametrize("mode", ["sharded", "last", "interleaved"])
+def test_the_reduce_scatter_hook_has_the_weights_of_the_cpu_and_never_makes_the_host_wait(
+    world: int, views: bool, mode: str
+) -> None:
+    for weights, reads in run_ranks(_train_ddp, world, mode, views, fresh=True):
+        torch.testing.assert_close(weights, oracle("simple", world), **CLOSE)
+        assert reads == []
+
+
+# --- Join ------------------------------------------------------------------------------------------------------------
+
+
+@on_device
+def _join(rank: int, world: int, by_initial: bool) -> list[Tensor]:
+    side = sharded(rank)
+    with Join([side.optimizer], divide_by_initial_world_size=by_initial):
+        for step in range(2 + rank):
+            simple(side, step)
+    return weights_of(side.model)
+
+
+@pytest.mark.parametrize("by_initial", [False, True])
+def test_ranks_without_inputs_take_part(by_initial: bool) -> None:
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(4):
+        there = [rank for rank in range(3) if step < 2 + rank]
+        optimizer.zero_grad()
+        losses = torch.stack([loss_of(model, step, rank) for rank in there]).sum()
+        (losses / (3 if by_initial else len(there))).backward()
+        optimizer.step()
+    for weights in run_ranks(_join, 3, by_initial, fresh=True):
+        torch.testing.assert_close(weights, [param.detach() for param in model.parameters()], **CLOSE)
+
+
+# --- meshes ----------------------------------------------------------------------------------------------------------
+
+
+@on_device
+def _train_mesh(rank: int, world: int) -> Any:
+    mesh = init_device_mesh("sim", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    side = sharded(rank, process_group=mesh)
+    for step in range(2):
+        simple(side, step)
+    with simulated.host_reads() as reads:
+        for step in range(2, STEPS):
+            simple(side, step)
+    return weights_of(side.model), [str(read) for read in reads if read.origin == "shardstep"]
+
+
+def test_replicas_of_a_mesh_are_summed_on_the_reduce_stream() -> None:
+    for weights, reads in run_ranks(_train_mesh, 4, fresh=True):
+        torch.testing.assert_close(weights, oracle("simple", 4), **CLOSE)
+        assert reads == []
