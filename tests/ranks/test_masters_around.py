@@ -461,3 +461,31 @@ def _unlike(rank, world, what):
 def test_ranks_that_disagree_about_masters_are_told(what, word):
     for text in run_ranks(_unlike, 3, what, fresh=True):
         assert word in text, text
+
+
+def _odd_shapes(rank, world, mode):
+    import pickle
+
+    shapes = [(0,), (), (5,), (3, 0), (1, 1), (33,)]
+    twins = MasterTwins(torch.optim.AdamW, mode, shapes=shapes, sharded={"shard": "element"}, lr=0.01)
+    frozen = Parameter(torch.ones(4000, dtype=torch.bfloat16), requires_grad=False)
+    twins.opt.add_param_group({"params": [frozen], "master_weights": mode})
+    twins.step(3)
+    for position, (mine, theirs) in enumerate(zip(twins.ours, twins.theirs, strict=True)):
+        state = twins.opt.full_state(mine)
+        if mine.numel():
+            assert torch.equal(state["master_weight"], theirs.detach()), position
+            assert torch.equal(mine.detach(), rounded(theirs.detach(), torch.bfloat16)), position
+    assert twins.opt.memory().masters < 4000, "what is frozen costs nothing"
+    ours, opt = pickle.loads(pickle.dumps((twins.ours, twins.opt)))
+    for params, optimizer in ((twins.ours, twins.opt), (ours, opt)):
+        for i, param in enumerate(params):
+            param.grad = values(param.shape, i, torch.bfloat16)
+        optimizer.step()
+    assert all(torch.equal(one, other) for one, other in zip(ours, twins.ours, strict=True))
+
+
+@pytest.mark.parametrize("mode", KEPT)
+@pytest.mark.parametrize("world", [1, 3])
+def test_empty_and_0_dim_parameters_frozen_ones_and_pickling(world, mode):
+    run_ranks(_odd_shapes, world, mode)

@@ -64,7 +64,7 @@ class BucketMasters:
 
     def _make_tensors(self) -> None:
         for piece, param in zip(self.pieces, self._params, strict=True):
-            hollow = torch.empty(1, device=self.device).expand(self._shape(piece, param))
+            hollow = torch.zeros((), device=self.device).expand(self._shape(piece, param))
             self.tensors[piece.param] = torch.nn.Parameter(hollow, requires_grad=param.requires_grad)
 
     def _memory_of_parameters(self, buffer: Tensor | None) -> Tensor | None:
@@ -109,7 +109,7 @@ class BucketMasters:
         if self.mode is MasterMode.FLOAT32 and self.kept is not None:
             self._point_at(self.kept)
             return
-        nothing = torch.zeros(1, device=self.device)
+        nothing = torch.zeros((), device=self.device)
         for piece, param in zip(self.pieces, self._params, strict=True):
             self.tensors[piece.param].data = nothing.expand(self._shape(piece, param))
 
