@@ -29,7 +29,8 @@ def scale(gradients: Sequence[Tensor], norm: Tensor, max_norm: float, order: flo
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for places in by_kind(gradients):
         first, *others = (gradients[place].detach() for place in places)
-        scale = factor.to(first.device, first.dtype.to_real(), non_blocking=True)
+        # (The CPU would read a copy that is not there yet.)
+        scale = factor.to(first.device, first.dtype.to_real(), non_blocking=first.device.type != "cpu")
         if others:
             torch._foreach_mul_([first, *others], scale)
         else:
