@@ -64,7 +64,7 @@ def missing() -> str:
 
 
 def _folder() -> Path:
-    """One for every version of the sources, of torch and of Python: built once (ninja notes the path of the sources)."""
+    """One for every version of the sources, of torch and of Python: built once. (Ninja notes the sources' path.)"""
     files = sorted(SOURCES.iterdir())
     versions = [torch.__version__, platform.python_version(), platform.machine()]
     facts = [str(SOURCES), *versions, *(file.read_text() for file in files)]
