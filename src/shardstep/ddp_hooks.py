@@ -37,7 +37,7 @@ from shardstep.comm.streams import SideStreams
 from shardstep.engine import Step
 from shardstep.grads.ddp_buckets import DdpBucketGradients
 from shardstep.grads.ddp_reduced import DdpReducedGradients
-from shardstep.grads.parameter_usage import ParameterUsage, UsageOfIteration
+from shardstep.grads.ddp_usage import ParameterUsage, UsageOfIteration
 from shardstep.optimizer import ZeroRedundancyOptimizer
 from shardstep.params.sharded_parameters import ShardedParameters
 from shardstep.sharded_ddp import connect_stepping_hook, reduce_scatter_hook

@@ -6,13 +6,16 @@ Where gradients come from is the source's business (``grads/source.py``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
+from shardstep.comm import collectives
 from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.phases import phase
 from shardstep.comm.process_group import check_still_alone
@@ -20,9 +23,12 @@ from shardstep.grads.source import GradientSource, StepGradients
 from shardstep.params.gather_window import GatherWindow
 from shardstep.params.lazy_gather import LazyGathers
 from shardstep.params.local_optimizer import copy_options, fire_post_hooks, fire_pre_hooks, unhooked_step
+from shardstep.params.local_update import LocalUpdate
 from shardstep.params.progress import Progress
 from shardstep.params.relocation import bring_state
 from shardstep.params.sharded_parameters import ShardedParameters
+
+logger = logging.getLogger(__name__)
 
 Closure = Callable[[], Any]
 ParamGroups = Sequence[dict[str, Any]]
@@ -54,7 +60,7 @@ class Step:
         del self._waiting[position]
         if self.update is None:
             with phase("shardstep::update"):
-                self._sharded.update_bucket(self._engine.optimizer, self._local_step, position)
+                self._engine.local.bucket(self._local_step, position)
         self._window.start(position)
 
     def finish(self, lazily: bool = False) -> Any:
@@ -113,6 +119,7 @@ class Engine:
     ) -> None:
         self.sharded = sharded
         self.optimizer = optimizer  # the local one
+        self.local = LocalUpdate(sharded, optimizer)
         self.consensus = consensus
         self.source = source
         self.progress = Progress()
@@ -189,9 +196,11 @@ class Engine:
         self.notice_changes()
         copy_options(param_groups, self.optimizer.param_groups)
         step = Step(self)
-        step.update = getattr(self.optimizer, mode)
+        self.local.prepare(whole=True)
+        step.update = partial(self.local.whole, getattr(self.optimizer, mode))
         with step.failing_together(mode):
             step.finish()
+        self.local.end()
         copy_options(self.optimizer.param_groups, param_groups, self.sharded.builder.notes)
 
     def update_all(self, closure: Closure | None = None, kwargs: dict[str, Any] | None = None) -> Any:
@@ -204,6 +213,22 @@ class Engine:
         lazy, self._lazy = self._lazy, None
         if lazy is not None:
             lazy.finish()
+
+    def load_masters(self, masters: Mapping[int, Tensor]) -> None:
+        """Collective. Masters were loaded: write the parameters anew from them. Those without begin as they are."""
+        sharded, lacking = self.sharded, list(masters)
+        if sharded.masters.are_kept:
+            self.wait_for_parameters()
+            self.notice_changes()
+            lacking = sharded.masters.load(masters)
+            if any(row[0] for row in collectives.all_gather_ints(sharded.group, [bool(masters)])):
+                self._gather_all()
+        if lacking and sharded.rank == 0:
+            logger.warning(
+                "the loaded state has float32 masters, but this optimizer keeps none for %s, so they are left out. "
+                "Pass master_weights=torch.float32 or 'remainder' to go on with them.",
+                sharded.layout.spec_of[lacking[0]].label,
+            )
 
     def notice_changes(self) -> None:
         """Parameters that were moved, given other memory, frozen or unfrozen since the last step."""
@@ -235,10 +260,13 @@ class Engine:
             step.kwargs = fire_pre_hooks(self.optimizer, kwargs)
         # The same on every rank, so that all start the same gathers at the same time, whatever they own.
         if evaluate is not None or step.kwargs or not self.sharded.builder.splittable:
-            step.update = partial(self.update_all, evaluate, step.kwargs)
+            update = partial(self.update_all, evaluate, step.kwargs)
+            step.update = partial(self.local.whole, update)
+        self.local.prepare(whole=step.update is not None)
         return step
 
     def _end(self, param_groups: ParamGroups, source: StepGradients) -> None:
+        self.local.end()
         copy_options(self.optimizer.param_groups, param_groups, self.sharded.builder.notes)
         self.progress.end()
         source.stepped()
@@ -267,6 +295,7 @@ class Engine:
             loss = closure()
             source.prepare(param_groups)
             source.bind(self.sharded.plan.active_buckets)
+            self.local.take_gradients()
             return loss
 
         return evaluate
@@ -274,5 +303,17 @@ class Engine:
     def _gather(self) -> None:
         """Bring all ranks' parameters up to date with their owners'."""
         step = Step(self)
-        step.update = lambda: None
+        step.update = self.local.publish
         step.finish()
+        self.local.end()
+
+    def _gather_all(self) -> None:
+        """Bring all ranks' parameters up to date with their owners', also frozen ones."""
+        active = self.sharded.active
+        self.sharded.activate([True] * len(active))
+        try:
+            step = Step(self)
+            step.update = lambda: None
+            step.finish()
+        finally:
+            self.sharded.activate(active)

@@ -253,15 +253,16 @@ class LentGradients(StepGradients):
         if self._borrowed is None:
             self._source.bind(positions)
             return
-        for index, tensor in self._sharded.pieces.tensors.items():
-            self._own[index] = tensor.grad
-            tensor.grad = self._borrowed.get(index)
+        pieces = self._sharded.pieces
+        for index in pieces.tensors:
+            self._own[index] = pieces.gradient(index)
+            pieces.set_gradient(index, self._borrowed.get(index))
 
     def release(self) -> None:
         if self._borrowed is None:
             self._source.release()
         for index, gradient in self._own.items():
-            self._sharded.pieces.tensors[index].grad = gradient
+            self._sharded.pieces.set_gradient(index, gradient)
 
     def stepped(self) -> None:
         self._source.stepped()

@@ -18,7 +18,7 @@ from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import ProcessGroup, debug_is_on
 from shardstep.comm.rank_groups import DeviceMesh, PortableGroups, opening
 from shardstep.engine import Engine
-from shardstep.grads import clipping
+from shardstep.grads import clipping, loss_scale
 from shardstep.grads.ddp_buckets import evaluated_once
 from shardstep.grads.mode import GradientMode
 from shardstep.grads.parameter_gradients import ParameterGradients
@@ -29,6 +29,8 @@ from shardstep.layout.specs import Layout
 from shardstep.params import groups, replicas
 from shardstep.params.builder import OptimizerBuilder
 from shardstep.params.local_optimizer import copy_options
+from shardstep.params.lost_updates import LostUpdates
+from shardstep.params.master_modes import MasterWeights, checked_settings, take_modes
 from shardstep.params.sharded_parameters import ShardedParameters
 from shardstep.state import memory
 from shardstep.state.memory import MemoryReport
@@ -72,6 +74,10 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         overlap_backward: with ``shard_gradients``: False reduces at the end of backward instead of during it.
         lazy_gather: end a step while the last parameters still travel; whoever touches one (a forward) waits for it.
         find_unused_parameters: with ``shard_gradients`` on accelerators: parameters may be unused. (On the CPU always.)
+        master_weights: for bfloat16 and float16 parameters: the optimizer steps float32 masters of this rank's pieces,
+            and the parameters are what they round to. ``torch.float32`` keeps them, "remainder" keeps the 16 bits that
+            a bfloat16 lacks, "stochastic" keeps nothing and rounds at random. A group may carry it, too.
+        rounding_seed: with "stochastic": for other random numbers.
         **defaults: given to ``optimizer_class``.
 
     Attributes:
@@ -117,6 +123,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         overlap_backward: bool = True,
         find_unused_parameters: bool = False,
         lazy_gather: bool = False,
+        master_weights: MasterWeights = None,
+        rounding_seed: int = 0,
         **defaults: Any,
     ) -> None:
         with opening("ZeroRedundancyOptimizer", process_group) as open_groups:
@@ -125,6 +133,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
             mode.check()
             new_groups = groups.normalize(params)
             granularities = [groups.take_granularity(group, shard) for group in new_groups]
+            masters = checked_settings(master_weights, rounding_seed)
+            modes = take_modes(new_groups, masters.mode)
             groups.name_empty_groups(new_groups)
             given = [dict(group) for group in new_groups]
             Optimizer.__init__(self, new_groups, dict(defaults))
@@ -139,8 +149,9 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
                 apart=mode.needs_own_tensors,
                 reduce_dtype=reduce_dtype,
                 plain_only=mode.needs_plain_tensors,
+                masters=masters,
             )
-            self.optim = sharded.build(self.param_groups, granularities, given)
+            self.optim = sharded.build(self.param_groups, granularities, given, modes)
             mode.check_params(sharded.params.values())
         self.defaults = self.optim.defaults
         copy_options(self.optim.param_groups, self.param_groups, sharded.builder.notes)
@@ -163,6 +174,11 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         self.engine, self._attendance = engine, attendance
         self._set_up_state()
 
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """For torch's GradScaler: whether ``step`` takes the scale itself."""
+        return loss_scale.takes_scale(self.engine.sharded)
+
     # --- step -----------------------------------------------------------------------------------------------------
 
     @overload
@@ -179,6 +195,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         this only runs the closure, if there is one.
         """
         engine = self.engine
+        if loss_scale.must_be_skipped(self):
+            return None
         if engine.source.may_step_in_backward and callable(closure):
             closure = evaluated_once(closure)  # its backward may make the first step, so it runs before one is begun
         if engine.source.steps_in_backward:
@@ -186,7 +204,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
             loss = closure() if callable(closure) else None
         else:
             gradients = self._attendance.begin_step(engine.source, engine.sharded, callable(closure))
-            loss = engine.step(self.param_groups, closure, kwargs, gradients)
+            with loss_scale.unscaled(self, engine.sharded):
+                loss = engine.step(self.param_groups, closure, kwargs, gradients)
         if engine.sharded.builder.consumes:  # heavyball's set the gradients they have used to None, of their pieces
             self.zero_grad()
         return loss
@@ -289,11 +308,12 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
             with engine.consensus.reporting("add_param_group"):
                 group = groups.normalize_group(param_group)
                 granularity = groups.take_granularity(group, sharded.default_granularity)
+                (master_mode,) = take_modes([group], sharded.masters.settings.mode, first=count)
                 groups.name_empty_groups([*self.param_groups, group])
                 source.check_params(tensor for _, tensor in groups.named(group["params"]))
                 given = dict(group)
                 super().add_param_group(group)
-                sharded.extend(self.optim, self.param_groups, granularity, given)
+                sharded.extend(self.optim, self.param_groups, granularity, given, master_mode)
             copy_options(self.optim.param_groups[count:], self.param_groups[count:], sharded.builder.notes)
             engine.consensus.check_equal("add_param_group", sharded.facts(self.param_groups))
         except BaseException:
@@ -350,5 +370,16 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         return self.engine.sharded.layout
 
     def memory(self) -> MemoryReport:
-        """Bytes of parameters, gradients and optimizer state that this rank holds, measured on its live tensors."""
-        return memory.measure(self.engine.sharded.params.values(), self.optim.state, self.engine.source.tensors())
+        """Bytes of parameters, gradients, state and masters that this rank holds, measured on its live tensors."""
+        sharded, gradients = self.engine.sharded, self.engine.source.tensors()
+        kept, scratch = sharded.masters.memory(), sharded.masters.scratch()
+        return memory.measure(sharded.params.values(), self.optim.state, gradients, kept, scratch)
+
+    @contextmanager
+    def count_lost_updates(self) -> Iterator[LostUpdates]:
+        """Within this context count the updates that 16 bits lose; ``by_group`` has the shares when it is left.
+
+        Collective: enter and leave it on every rank of the group, around any number of steps.
+        """
+        with self.engine.local.counting() as lost:
+            yield lost

@@ -23,7 +23,12 @@ MODES = ("default", "views", "lazy", "shard_gradients", "reduce_scatter_hook", "
 
 
 def train_in(
-    mode: str, model: nn.Module, kind: Callable[..., Any], options: dict[str, Any], ddp_cap_mb: float = 1e-3
+    mode: str,
+    model: nn.Module,
+    kind: Callable[..., Any],
+    options: dict[str, Any],
+    cap_mb: float = 1e-3,
+    ddp_cap_mb: float = 1e-3,
 ) -> Any:
     """The model to call, and its optimizer. ``model`` is on the device already.
 
@@ -31,7 +36,7 @@ def train_in(
     """
 
     def build(**more: Any) -> ZeroRedundancyOptimizer:
-        return ZeroRedundancyOptimizer(model.parameters(), kind, bucket_cap_mb=1e-3, **more, **options)
+        return ZeroRedundancyOptimizer(model.parameters(), kind, bucket_cap_mb=cap_mb, **more, **options)
 
     if mode == "shard_gradients":
         return model, build(shard_gradients=True)

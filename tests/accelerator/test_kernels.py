@@ -1,4 +1,4 @@
-"""What the user says about kernels reaches the local optimizer, in every mode: fused, foreach, capturable, a tensor lr."""
+"""What the user says about kernels reaches the local optimizer, in every mode."""
 
 from __future__ import annotations
 

@@ -242,6 +242,7 @@ CHANGES = {
     "granularity": "tensor",
     "group": 1,
     "name": "head",
+    "master": "remainder",
 }
 
 

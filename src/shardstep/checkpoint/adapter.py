@@ -6,10 +6,12 @@ The sharded optimizer is one on every rank of its group; a plain ``torch.optim``
 from __future__ import annotations
 
 import copy
+import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -29,6 +31,8 @@ from shardstep.state.held import HeldParameters
 from shardstep.state.names import names_of
 from shardstep.state.state_dicts import ShardedOptimizer
 from shardstep.state.wrappers import unwrapped
+
+logger = logging.getLogger(__name__)
 
 # The attribute of a plain optimizer in which its checkpoints keep what belongs to them.
 _KEPT = "shardstep_checkpoint"
@@ -135,7 +139,8 @@ class PlainAdapter:
     def load(self, form: dict[str, Any], model: Module | None, strict: bool) -> None:
         names = names_of(self.optimizer.param_groups, model)
         parts = named.loadable(form, self.optimizer.param_groups, names, self.held, strict)
-        plain.load_pieces(*parts, self.held, self.optimizer)
+        loaded = plain.load_pieces(*parts, self.held, self.optimizer)
+        self.held.take_masters(loaded.masters)
 
 
 class WholeParameters:
@@ -176,6 +181,27 @@ class WholeParameters:
 
     def blank_state(self, index: int, param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
         return blank_state(self.fresh_optimizer, self.layout.spec_of[index], self.given[index], param_groups)
+
+    def master_weights(self, only: int | None = None) -> dict[int, Tensor]:
+        return {}  # its parameters are what it steps
+
+    def keeps_master(self, index: int) -> bool:
+        return False
+
+    def take_masters(self, masters: Mapping[int, Tensor]) -> None:
+        """Masters of a sharded optimizer were loaded: float32 parameters are what they were kept for."""
+        lacking = [index for index in masters if self.given[index].dtype != torch.float32]
+        with torch.no_grad():
+            for index in masters.keys() - set(lacking):
+                self.given[index].copy_(masters[index])
+        if lacking:
+            label = self.layout.spec_of[lacking[0]].label
+            logger.warning(
+                "checkpoint.load: the checkpoint has float32 masters, but %s is %s, so they are left out. Convert the "
+                "model to float32 first, or use ZeroRedundancyOptimizer(master_weights=...).",
+                label,
+                self.layout.spec_of[lacking[0]].dtype,
+            )
 
     def find_state_class(self, index: int, name: str) -> type | None:
         known = {name_of(kind): kind for kind in classes_in(list(self._optimizer.state.values()))}

@@ -22,6 +22,7 @@ from shardstep.checkpoint.storage.manifest import CheckpointError
 from shardstep.checkpoint.storage.reader import SafeLoadPlanner
 from shardstep.checkpoint.storage.torch_file import bytes_in
 from shardstep.comm.codec import dtype_name
+from shardstep.state.master_weights import MASTER
 
 Progress = Callable[[int], None]  # called with bytes done
 _RANK_IN_NAME = re.compile(r"__(\d+)_\d+\.distcp$")
@@ -49,6 +50,7 @@ class Contents(NamedTuple):
     steps: list[float]  # that the optimizer has made, according to its state; usually one number
     checksums: bool
     files: dict[str, int]  # name -> bytes
+    masters: int = 0  # how many parameters have a float32 master
 
 
 def inspect(directory: Path) -> Contents:
@@ -74,6 +76,7 @@ def inspect(directory: Path) -> Contents:
         _steps(checkpoint),
         checkpoint.reader.manifest is not None,
         {name: (directory / name).stat().st_size for name in sorted(names)},
+        sum(path[-1] == MASTER for path in checkpoint.paths.values()),
     )
 
 

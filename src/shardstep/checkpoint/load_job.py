@@ -14,6 +14,7 @@ from torch.nn import Module
 from shardstep.checkpoint.adapter import OptimizerAdapter
 from shardstep.checkpoint.keys import EXTRA, GROUPS, MODEL, OPTIM, STATE
 from shardstep.checkpoint.load_targets import StateTargets, model_targets, settle
+from shardstep.checkpoint.model_masters import add_masters_of_model
 from shardstep.checkpoint.model_swap import ModelSwap
 from shardstep.checkpoint.open_checkpoint import Checkpoint
 from shardstep.checkpoint.storage.manifest import CheckpointError
@@ -43,6 +44,9 @@ class LoadJob:
             checkpoint = Checkpoint(self._directory)
             form = self._targets(checkpoint)
             checkpoint.read_into(form)
+            if MODEL in form:
+                state = form[OPTIM][STATE]
+                add_masters_of_model(checkpoint, self._adapted.held, self._names(form[OPTIM][GROUPS]), state)
             digest = checkpoint.digest()
         self._check_same(digest)
         with consensus.reporting(CALL):

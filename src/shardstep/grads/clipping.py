@@ -18,8 +18,19 @@ def checked_order(norm_type: float, what: str = "norm_type") -> float:
     return order
 
 
-def scale(gradients: Sequence[Tensor], norm: Tensor, max_norm: float, order: float, error_if_nonfinite: bool) -> None:
-    """Scale gradients of this norm so that it is at most ``max_norm``."""
+def scale(
+    gradients: Sequence[Tensor],
+    norm: Tensor,
+    max_norm: float,
+    order: float,
+    error_if_nonfinite: bool,
+    *,
+    wide: bool = False,
+) -> None:
+    """Scale gradients of this norm so that it is at most ``max_norm``.
+
+    ``wide``: gradients in 16 bits are multiplied in float32 and rounded once; else by a factor of their own dtype.
+    """
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"clip_grad_norm_ expects a finite norm but the norm of order {order:g} of all gradients is {norm.item()}. "
@@ -29,9 +40,9 @@ def scale(gradients: Sequence[Tensor], norm: Tensor, max_norm: float, order: flo
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for places in by_kind(gradients):
         first, *others = (gradients[place].detach() for place in places)
-        # (The CPU would read a copy that is not there yet.)
-        scale = factor.to(first.device, first.dtype.to_real(), non_blocking=first.device.type != "cpu")
+        dtype = factor.dtype if wide else first.dtype.to_real()
+        times = factor.to(first.device, dtype, non_blocking=first.device.type != "cpu")  # the CPU would read too early
         if others:
-            torch._foreach_mul_([first, *others], scale)
+            torch._foreach_mul_([first, *others], times)
         else:
-            first.mul_(scale)
+            first.mul_(times)

@@ -20,9 +20,9 @@ from torch import Tensor
 from shardstep.comm.collectives import GradBucket
 from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import open_side_group
+from shardstep.grads.ddp_usage import ParameterUsage
 from shardstep.grads.hook_state import HookState, SteppedByHook
 from shardstep.grads.parameter_gradients import ParameterGradients
-from shardstep.grads.parameter_usage import ParameterUsage
 from shardstep.params.sharded_parameters import ShardedParameters
 
 
@@ -117,7 +117,7 @@ class DdpBucketGradients(SteppedByHook, ParameterGradients):
                 gradient = self._backward.gradients.get(piece.param)
                 if gradient is not None and not piece.whole:
                     gradient = gradient.reshape(-1)[piece.start : piece.stop]
-                self._sharded.pieces.tensors[piece.param].grad = gradient
+                self._sharded.pieces.set_gradient(piece.param, gradient)
 
     def release(self) -> None:
         super().release()

@@ -34,6 +34,10 @@ class ParameterGradients(GradientSource):
         for position in positions:
             for param, tensor, where in self._sharded.pieces.separate(position):
                 tensor.grad = param.grad if where is None else _slice(param, where)
+            for index in self._sharded.pieces.mastered(position):
+                param, piece = self._sharded.params[index], self._sharded.pieces.pieces[index]
+                gradient = param.grad if piece.whole else _slice(param, slice(piece.start, piece.stop))
+                self._sharded.pieces.set_gradient(index, gradient)
 
     def follow(self) -> None:
         if self._relocation.is_due:
@@ -50,7 +54,7 @@ class ParameterGradients(GradientSource):
         gradients = [param.grad for param in params if param.grad is not None]
         device = params[0].device if params else torch.device("cpu")
         norm = local_norm(gradients, order, device, wide_dtype(params))
-        clipping.scale(gradients, norm, max_norm, order, error_if_nonfinite)
+        clipping.scale(gradients, norm, max_norm, order, error_if_nonfinite, wide=self._sharded.masters.are_used)
         return norm
 
     def full(self, index: int) -> Tensor | None:

@@ -131,7 +131,7 @@ class ReducedGradients(GradientSource):
         gradients = self._shards.tensors()
         device = params[0].device if params else torch.device("cpu")
         norm = norm_over_ranks(self._ranks, "clip_grad_norm_", gradients, order, device, wide_dtype(params))
-        clipping.scale(gradients, norm, max_norm, order, error_if_nonfinite)
+        clipping.scale(gradients, norm, max_norm, order, error_if_nonfinite, wide=self._sharded.masters.are_used)
         self.changed()
         return norm
 

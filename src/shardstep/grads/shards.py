@@ -230,7 +230,7 @@ class GradientShards:
         state, tensors = self.buckets[position], self._sharded.pieces.tensors
         if state.shard is None or not state.pieces:
             return
-        dtype = tensors[state.pieces[0].param].dtype
+        dtype = self._sharded.pieces.gradient_dtype(state.pieces[0].param, state.shard.dtype)
         shard = state.shard if state.shard.dtype == dtype else state.shard.to(dtype)
         for piece in state.pieces:
             tensor = tensors[piece.param]
@@ -238,9 +238,10 @@ class GradientShards:
                 low = piece.offset - state.start
                 if tensor is self._sharded.params[piece.param]:
                     self._bound.append(piece.param)
-                tensor.grad = shard[low : low + piece.numel].view(tensor.shape)
+                gradient = shard[low : low + piece.numel].view(tensor.shape)
+                self._sharded.pieces.set_gradient(piece.param, gradient)
             else:
-                tensor.grad = None
+                self._sharded.pieces.set_gradient(piece.param, None)
 
     def release(self) -> None:
         """Undo ``bind``. A parameter that is its own piece gets back what stands for its gradient."""

@@ -1,8 +1,7 @@
 """Which parameters any rank has used, where nothing is reported with a bucket: told once per round, and read later.
 
-At the end of a round every rank sends a flag per parameter, on the gradients' device. What arrives is copied to the
-host beside everything else, and the host waits for it when gradients are asked for (the step, clipping): the only time
-that it waits.
+At the end of a round every rank sends a flag per parameter, on the gradients' device and beside everything else. The
+host looks at what arrived when gradients are asked for (the step, clipping): the only time that it waits.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from torch import Tensor
 from shardstep.comm import collectives
 from shardstep.comm.collectives import Handle
 from shardstep.comm.process_group import Group
-from shardstep.comm.streams import Mark
 from shardstep.grads.native import Native
 
 
@@ -26,8 +24,8 @@ class _Flags(NamedTuple):
     indices: list[int]  # of the parameters
     mine: Tensor  # on the host, where they are copied from
     handle: Handle
-    everywhere: Tensor  # by rank and parameter: whether it was used there; on the host
-    arrived: Mark
+    rows: Tensor  # by rank and parameter
+    native: Native  # on whose stream they arrive
 
 
 class UsageExchange:
@@ -52,22 +50,14 @@ class UsageExchange:
         indices, here = map(list, zip(*self._round, strict=True))
         self._round = []
         mine = torch.tensor(here, dtype=torch.uint8, pin_memory=native.enqueues)
-        with native.on_stream():
-            if self._group.world_size == 1:
-                flags = _Flags(indices, mine, Handle(()), mine.unsqueeze(0), Mark())
-            else:
-                flags = self._send(indices, mine, native, device)
-        self._under_way.append(flags)
-
-    def _send(self, indices: list[int], mine: Tensor, native: Native, device: torch.device) -> _Flags:
-        handle = collectives.gather_rows(self._group, mine.to(device, non_blocking=True))
-        assert handle.memory is not None
-        if not native.enqueues:
-            return _Flags(indices, mine, handle, handle.memory, Mark())
-        handle.wait()
-        everywhere = torch.empty(handle.memory.shape, dtype=torch.uint8, pin_memory=True)
-        everywhere.copy_(handle.memory, non_blocking=True)
-        return _Flags(indices, mine, Handle(()), everywhere, native.mark())
+        handle = Handle((), mine.unsqueeze(0))
+        if self._group.world_size > 1:
+            with native.on_stream():
+                handle = collectives.gather_rows(self._group, mine.to(device, non_blocking=True))
+                if native.enqueues:
+                    handle.wait()
+        assert handle.memory is not None, "it is gathered somewhere"
+        self._under_way.append(_Flags(indices, mine, handle, handle.memory, native))
 
     def forget(self) -> None:
         """What was told is of no use any more."""
@@ -77,9 +67,11 @@ class UsageExchange:
         """The parameters that any rank has used since the last call. The host waits for what is under way."""
         used: set[int] = set()
         for flags in self._under_way:
-            flags.handle.wait()
-            flags.arrived.wait_on_host()
-            anywhere = flags.everywhere.amax(0).tolist()
+            if not flags.native.enqueues:
+                flags.handle.wait()
+            with flags.native.on_stream():
+                rows = flags.rows.cpu()
+            anywhere = rows.amax(0).tolist()
             used.update(index for index, there in zip(flags.indices, anywhere, strict=True) if there)
         self._under_way.clear()
         return used

@@ -114,25 +114,26 @@ def _assign_greedily(specs: Sequence[ParamSpec], loads: _Loads, world_size: int,
 
 
 def _fill_buckets(specs: Sequence[ParamSpec], bucket_bytes: int, narrowest: int) -> Iterable[list[ParamSpec]]:
-    """Runs of parameters of one device and dtype of at most ``bucket_bytes``, padding included, last parameter first.
+    """Runs of parameters of one device, dtype and kind of master, of at most ``bucket_bytes``, last parameter first.
 
-    (Within its bucket a run is put into another order, which may need a little more padding.)
+    (Padding is included. Within its bucket a run is put into another order, which may need a little more padding.)
     That is the order in which backward finishes gradients. A parameter larger than a bucket is a run of
     its own and does not close the run that smaller ones are filling.
     """
     runs: list[list[ParamSpec]] = []
-    open_runs: dict[tuple[str, str], tuple[list[ParamSpec], int]] = {}
+    open_runs: dict[tuple[str, str, str], tuple[list[ParamSpec], int]] = {}
     for spec in reversed(specs):
         if spec.numel * spec.itemsize >= bucket_bytes:
             runs.append([spec])
             continue
-        run, end = open_runs.get((spec.device, spec.dtype), (None, 0))
+        kind = spec.device, spec.dtype, spec.master
+        run, end = open_runs.get(kind, (None, 0))
         end = _start_after(end, spec, narrowest) + spec.numel
         if run is None or end * spec.itemsize > bucket_bytes:
             run, end = [], spec.numel
             runs.append(run)
         run.append(spec)
-        open_runs[spec.device, spec.dtype] = run, end
+        open_runs[kind] = run, end
     return runs
 
 

@@ -27,6 +27,7 @@ class ParamSpec(NamedTuple):
     granularity: str = "element"  # "element": may be cut anywhere; "tensor": stays whole
     group: int = 0
     name: str | None = None
+    master: str = "none"  # what is kept beside it, see params/master_modes.py
 
     @property
     def label(self) -> str:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from shardstep.layout.specs import ParamSpec
 from shardstep.params import groups, tensor_subclasses
 from shardstep.params.local_optimizer import inner_optimizers, options_of, run_step, undisturbed
+from shardstep.params.master_modes import MasterMode, mode_of
 from shardstep.params.probe import Verdict, examine
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ class OptimizerBuilder:
         self._options: list[dict[str, Any]] = []  # per group, as the user gave them
         self._wishes: list[str] = []  # per group: the granularity that the user wished
         self._chosen: list[str] = []  # and that it has
+        self._modes: list[MasterMode] = []  # per group: with masters the optimizer steps float32
         self._probed: dict[str, Verdict] = {}
         self._state_classes: dict[str, type] = {}  # tensor subclasses that the optimizer makes as state, by name
 
@@ -40,13 +42,15 @@ class OptimizerBuilder:
 
     # --- what it does ---------------------------------------------------------------------------------------------
 
-    def choose(self, group: dict[str, Any], wish: str, options: dict[str, Any]) -> str:
+    def choose(
+        self, group: dict[str, Any], wish: str, options: dict[str, Any], mode: MasterMode = MasterMode.NONE
+    ) -> str:
         """The granularity of a further group: what the user wished, checked, or what the probe says.
 
         ``options``: those that the user gave. What a group does not say, the optimizer itself fills in: some have other
         defaults for some groups (Muon).
         """
-        like = groups.first_floating(group["params"])
+        like = _stepped_tensor(group["params"], mode)
         verdict = NOTHING_TO_PROBE if like is None else self._verdict(like, wish, options)
         if wish == "element" and not verdict.elementwise and like is not None:
             raise ValueError(
@@ -56,6 +60,7 @@ class OptimizerBuilder:
         self._verdicts.append(verdict)
         self._options.append(options)
         self._wishes.append(wish)
+        self._modes.append(mode)
         self._chosen.append("element" if verdict.elementwise and wish != "tensor" else "tensor")
         return self._chosen[-1]
 
@@ -66,7 +71,7 @@ class OptimizerBuilder:
         """
         verdicts = list(self._verdicts)
         for position, wish in enumerate(self._wishes):
-            like = groups.first_floating(params[position])
+            like = _stepped_tensor(params[position], self._modes[position])
             if like is None:
                 continue
             verdicts[position] = found = self._verdict(like, wish, self._options[position])
@@ -97,7 +102,8 @@ class OptimizerBuilder:
 
     def forget(self, count: int) -> None:
         """Keep what is known of the first ``count`` groups."""
-        del self._verdicts[count:], self._options[count:], self._wishes[count:], self._chosen[count:]
+        for known in (self._verdicts, self._options, self._wishes, self._chosen, self._modes):
+            del known[count:]
 
     def given_options(self, position: int) -> dict[str, Any]:
         """The options that the user gave a group."""
@@ -192,6 +198,14 @@ def blank_state(
         twin = fresh_optimizer([options])
         run_step(twin, lambda: scratch.grad.sum())  # type: ignore[union-attr]
     return dict(twin.state.get(scratch, {}))
+
+
+def _stepped_tensor(params: Sequence[Tensor], mode: MasterMode) -> Tensor | None:
+    """What stands in a probe for the tensors that the optimizer steps: a parameter, or a master."""
+    like = groups.first_floating(params)
+    if like is None or mode_of(like.dtype, mode) is MasterMode.NONE:
+        return like
+    return torch.empty(0, dtype=torch.float32, device=like.device)
 
 
 def _check_optimizer_class(optimizer_class: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from shardstep.comm.codec import dtype_name
 from shardstep.layout.specs import ParamSpec
 from shardstep.params.dtensors import check_replicated
+from shardstep.params.master_modes import MasterMode, mode_of
 from shardstep.params.option_facts import option_texts
 
 Granularity = Literal["auto", "element", "tensor"]
@@ -118,11 +119,14 @@ def first_floating(params: Iterable[Tensor]) -> Tensor | None:
 
 
 def specs_of(
-    groups: Sequence[Mapping[str, Any]], granularities: Sequence[str], known: Sequence[Tensor]
+    groups: Sequence[Mapping[str, Any]],
+    granularities: Sequence[str],
+    known: Sequence[Tensor],
+    modes: Sequence[MasterMode] = (),
 ) -> dict[int, tuple[ParamSpec, Tensor]]:
     """Specs of the parameters of ``groups`` that are not ``known`` yet, by index over all groups.
 
-    A parameter that is listed twice has one spec, at its first place.
+    A parameter that is listed twice has one spec, at its first place. ``modes``: what masters each group has.
     """
     found: dict[int, tuple[ParamSpec, Tensor]] = {}
     seen = set(map(id, known))
@@ -147,6 +151,7 @@ def specs_of(
                 granularity=granularity if param.is_contiguous() else "tensor",
                 group=position,
                 name=name,
+                master=mode_of(param.dtype, modes[position]).value if modes else MasterMode.NONE.value,
             )
             found[index] = spec, param
     return found
@@ -205,6 +210,7 @@ def facts_of(groups: Sequence[Mapping[str, Any]], specs: Iterable[ParamSpec]) ->
             "requires_grad": str(spec.trainable),
             "device": spec.device,
             "granularity": spec.granularity,
+            "master_weights": spec.master,
         }
         facts.append((f"{spec.label} of group {spec.group}", fields))
     return facts

@@ -6,7 +6,7 @@ It is kept real when groups are added, parameters are frozen or moved, or their 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
 from typing import Any
@@ -28,7 +28,9 @@ from shardstep.params import groups as group_forms
 from shardstep.params.bucket_views import BucketViews
 from shardstep.params.builder import OptimizerBuilder
 from shardstep.params.dtensors import LocalParameter, have_moved, local_parameter
-from shardstep.params.local_optimizer import options_of, step_subset
+from shardstep.params.local_optimizer import options_of
+from shardstep.params.master_modes import MasterMode, MasterSettings
+from shardstep.params.masters import Masters
 from shardstep.params.memory_watch import MemoryWatch
 from shardstep.params.model_search import check_in_a_module, is_in_a_module
 from shardstep.params.pieces import LocalPieces
@@ -54,6 +56,7 @@ class ShardedParameters:
         apart: bool = False,
         reduce_dtype: torch.dtype | None = None,
         plain_only: str = "",
+        masters: MasterSettings | None = None,
     ) -> None:
         """``apart``: pieces are tensors of their own, see ``LocalPieces``. ``plain_only``: why DTensors are refused."""
         self.ranks = ranks
@@ -70,7 +73,8 @@ class ShardedParameters:
         self.index_of: dict[Tensor, int] = {}  # of the user's
         self._dtensors: list[LocalParameter] = []
         self._plain_only = plain_only or ("parameters_as_bucket_view" if views else "")
-        self.pieces = LocalPieces(group.rank, apart)
+        self.masters = Masters(group.rank, masters or MasterSettings())
+        self.pieces = LocalPieces(group.rank, apart, self.masters)
         self.indices: list[list[int]] = []  # per group: the parameters whose piece the local optimizer steps
         self.active: list[bool] = []
         self.plan = StepPlan([], [], [], False)
@@ -92,13 +96,16 @@ class ShardedParameters:
         param_groups: Sequence[dict[str, Any]],
         granularities: Sequence[str],
         given: Sequence[dict[str, Any]],
+        modes: Sequence[MasterMode],
     ) -> Optimizer:
         """Place all groups and make the local optimizer over this rank's pieces.
 
-        ``given``: the groups as the user gave them.
+        ``given``: the groups as the user gave them. ``modes``: what masters each has.
         """
-        rows = zip(param_groups, granularities, given, strict=True)
-        self._place(param_groups, [self.builder.choose(group, wish, options_of(said)) for group, wish, said in rows])
+        self.masters.modes = list(modes)
+        rows = zip(param_groups, granularities, given, modes, strict=True)
+        choose = self.builder.choose
+        self._place(param_groups, [choose(group, wish, options_of(said), mode) for group, wish, said, mode in rows])
         if "auto" in granularities and self.rank == 0:
             self.builder.log_what_was_not_checked()
         return self.builder.build([self._local_group(group, position) for position, group in enumerate(param_groups)])
@@ -109,16 +116,18 @@ class ShardedParameters:
         param_groups: Sequence[dict[str, Any]],
         granularity: str,
         given: dict[str, Any],
+        mode: MasterMode,
     ) -> None:
         """Place the last group of ``param_groups`` and give this rank's pieces of it to the local optimizer."""
         position = len(param_groups) - 1
-        chosen = self.builder.choose(param_groups[position], granularity, options_of(given))
+        self.masters.modes.append(mode)
+        chosen = self.builder.choose(param_groups[position], granularity, options_of(given), mode)
         self._place(param_groups, [chosen] * len(param_groups))
         optimizer.add_param_group(self._local_group(param_groups[position], position))
 
     def retract(self, optimizer: Optimizer, count: int) -> None:
         """Undo ``extend``: keep the first ``count`` groups. Nothing was moved yet, so nothing moves back."""
-        del optimizer.param_groups[count:], self.indices[count:]
+        del optimizer.param_groups[count:], self.indices[count:], self.masters.modes[count:]
         self.builder.forget(count)
         kept = tuple(spec for spec in self.layout.specs if spec.group < count)
         gone = [spec.index for spec in self.layout.specs if spec.group >= count]
@@ -131,6 +140,7 @@ class ShardedParameters:
             self.index_of.pop(self.given.pop(index))
             self._memory.forget(index)
         self.pieces.forget(gone)
+        self.masters.forget(gone)
 
     def gather_through(self, group: Group) -> None:
         """Gather through another process group of the same ranks."""
@@ -169,7 +179,7 @@ class ShardedParameters:
         return max(int(self._bucket_bytes * 1.01), _LEAST_PART_BYTES)
 
     def _place(self, param_groups: Sequence[dict[str, Any]], granularities: Sequence[str]) -> None:
-        found = group_forms.specs_of(param_groups, granularities, list(self.given.values()))
+        found = group_forms.specs_of(param_groups, granularities, list(self.given.values()), self.masters.modes)
         given = {index: param for index, (_, param) in found.items()}
         params = {index: local_parameter(param, self._plain_only) for index, param in given.items()}
         group_forms.check_apart({**self.params, **params})
@@ -184,6 +194,7 @@ class ShardedParameters:
         self.index_of.update((param, index) for index, param in given.items())
         self._dtensors = [param for param in self.params.values() if isinstance(param, LocalParameter)]
         self._memory.place(params)
+        self.masters.extend(self.layout, self.params)
         self.pieces.extend(self.layout, self.params)
 
     def _local_group(self, group: dict[str, Any], position: int) -> dict[str, Any]:
@@ -273,6 +284,7 @@ class ShardedParameters:
             if not self.params[index].is_contiguous():
                 self.params[index].data = self.params[index].data.contiguous()
         self.pieces.bind()
+        self.masters.bind(self.params, self._buffers)
         self._plan()
 
     def kind_error(self) -> RuntimeError | None:
@@ -281,11 +293,15 @@ class ShardedParameters:
 
     def _plan(self) -> None:
         active = dict(zip(self.params, self.active, strict=True))
-        buffers = self._views.buffers if self._views is not None else [None] * len(self.layout.buckets)
         self.plan = make_plan(
-            self.layout, self.params, active, self.pieces, self.indices, buffers, self.wire, self._ring
+            self.layout, self.params, active, self.pieces, self.indices, self._buffers, self.wire, self._ring
         )
         self._memory.bind(self.params.values())
+
+    @property
+    def _buffers(self) -> Sequence[Tensor | None]:
+        """Of bucket views, by bucket."""
+        return self._views.buffers if self._views is not None else [None] * len(self.layout.buckets)
 
     # --- questions ------------------------------------------------------------------------------------------------
 
@@ -307,11 +323,26 @@ class ShardedParameters:
 
     def blank_state(self, index: int, param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The state that the optimizer would make for this rank's piece of a parameter."""
-        return self.builder.blank_state(self.layout.spec_of[index], self.pieces.tensors[index], param_groups)
+        tensor = self.pieces.tensors[index]
+        blank = self.builder.blank_state(self.layout.spec_of[index], tensor, param_groups)
+        return {**blank, "master_weight": torch.zeros_like(tensor)} if self.masters.keeps(index) else blank
+
+    def master_weights(self, only: int | None = None) -> dict[int, Tensor]:
+        """The float32 masters of this rank's pieces that were stepped, by parameter; ``only``: of one."""
+        if self.masters and self.moved() and not self.has_left_its_device():
+            self.bind()
+        return self.masters.weights(only)
+
+    def keeps_master(self, index: int) -> bool:
+        """Whether this rank keeps a float32 master of its piece of a parameter."""
+        return self.masters.keeps(index)
 
     def find_state_class(self, index: int, name: str) -> type | None:
         """The tensor subclass of that name which the optimizer makes as state: of a parameter, if no other."""
-        return self.builder.find_state_class(self.layout.spec_of[index], self.params[index], name)
+        like = self.params[index]
+        if self.layout.spec_of[index].master != MasterMode.NONE.value:
+            like = torch.empty_like(like, dtype=torch.float32)
+        return self.builder.find_state_class(self.layout.spec_of[index], like, name)
 
     def facts(
         self, param_groups: Sequence[dict[str, Any]], further: dict[str, str] | None = None
@@ -323,16 +354,10 @@ class ShardedParameters:
             "parameters_as_bucket_view": str(self._views is not None),
             "number of groups": str(len(param_groups)),
             "mesh": self.ranks.describe(),
+            "rounding_seed": str(self.masters.settings.seed),
             **(further or {}),
         }
         return [("argument", settings), *group_forms.facts_of(param_groups, self.layout.specs)]
-
-    def update_bucket(self, optimizer: Optimizer, step: Callable[[], Any], position: int) -> None:
-        """Step this rank's pieces of one bucket. ``step``: the optimizer's, see ``unhooked_step``."""
-        subset = self.plan.subsets[position]
-        if subset:
-            with step_subset(optimizer, subset):
-                step()
 
     # --- copies ---------------------------------------------------------------------------------------------------
 

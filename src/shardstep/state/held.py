@@ -52,5 +52,11 @@ class HeldParameters(Protocol):
     def blank_state(self, index: int, param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The state that the optimizer would make for this rank's piece of a parameter."""
 
+    def master_weights(self, only: int | None = None) -> Mapping[int, Tensor]:
+        """The float32 masters of this rank's pieces that were stepped, by parameter; ``only``: of one."""
+
+    def keeps_master(self, index: int) -> bool:
+        """Whether this rank keeps a float32 master of its piece of a parameter."""
+
     def find_state_class(self, index: int, name: str) -> type | None:
         """The tensor subclass of that name which the optimizer makes as state."""

@@ -19,22 +19,34 @@ class MemoryReport(NamedTuple):
         gradients: those in ``param.grad``; with ``shard_gradients`` this rank's share; with ``shard_ddp_gradients``
             that and DDP's buckets.
         state: of the local optimizer.
+        masters: with ``master_weights``: what is kept of the masters between steps.
+        scratch: with ``master_weights``: memory that updates use, one bucket after the other. An optimizer whose step
+            cannot be split uses it for all at once.
     """
 
     parameters: int
     gradients: int
     state: int
+    masters: int = 0
+    scratch: int = 0
 
 
-def measure(params: Iterable[Tensor], state: Mapping[Any, Any], sharded: Sequence[Tensor]) -> MemoryReport:
-    """Bytes of distinct memory behind parameters, their gradients, and the state of the local optimizer.
+def measure(
+    params: Iterable[Tensor],
+    state: Mapping[Any, Any],
+    sharded: Sequence[Tensor],
+    masters: Sequence[Tensor] = (),
+    scratch: Sequence[Tensor] = (),
+) -> MemoryReport:
+    """Bytes of distinct memory behind parameters, their gradients, the state of the local optimizer, and masters.
 
     ``sharded``: gradients that are not on the parameters. (A sharded gradient there has no memory of its own.)
     """
     params = list(params)
     gradients = [param.grad for param in params if type(param.grad) is Tensor]
     gradients += sharded
-    return MemoryReport(_bytes(params), _bytes(gradients), _bytes(_tensors(dict(state))))
+    kinds = (params, gradients, _tensors(dict(state)), masters, scratch)
+    return MemoryReport(*map(_bytes, kinds))
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

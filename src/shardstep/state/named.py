@@ -20,6 +20,7 @@ from shardstep.params.option_facts import option_texts
 from shardstep.params.tensor_subclasses import opened
 from shardstep.state.cutting import check_cut_with, local_part
 from shardstep.state.held import HeldParameters
+from shardstep.state.master_weights import with_masters
 from shardstep.state.names import are_positions, saved_names
 from shardstep.state.shard import filled, shard_of_range, shard_of_whole
 
@@ -50,8 +51,9 @@ def sharded_entry(entry: Mapping[str, Any], spec: ParamSpec, piece: Piece, *, bl
 def sharded_states(held: HeldParameters, optimizer: Optimizer, *, blanks: bool) -> dict[int, dict[str, Any]]:
     """This rank's state by parameter index. ``blanks``: also for parameters without any, as places to load into."""
     entries: dict[int, dict[str, Any]] = {}
+    state = with_masters(held, optimizer.state)
     for index, piece in sorted(held.pieces.pieces.items()):
-        spec, entry = held.layout.spec_of[index], optimizer.state.get(held.pieces.tensors[index])
+        spec, entry = held.layout.spec_of[index], state.get(held.pieces.tensors[index])
         if entry:
             entries[index] = sharded_entry(entry, spec, piece)
         elif blanks and held.given[index].requires_grad:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -15,6 +15,7 @@ from shardstep.params.local_optimizer import options_of
 from shardstep.params.option_facts import option_facts
 from shardstep.state.cutting import local_part
 from shardstep.state.held import HeldParameters
+from shardstep.state.master_weights import take_masters
 from shardstep.state.shard import filled, is_sharded
 from shardstep.state.status import Snapshot
 
@@ -53,13 +54,20 @@ def outer_copy(value: Any) -> Any:
     return dict(value) if isinstance(value, dict) else value
 
 
+class Loaded(NamedTuple):
+    """What was loaded into a local optimizer."""
+
+    undo: Callable[[], None]
+    masters: dict[int, Tensor]  # that came with it, by parameter: of this rank's pieces
+
+
 def load_local(
     state_dict: Mapping[str, Any],
     param_groups: Sequence[dict[str, Any]],
     held: HeldParameters,
     optimizer: Optimizer,
-) -> Callable[[], None]:
-    """Load this rank's part into the local optimizer, by its own rules. Return a function that undoes it.
+) -> Loaded:
+    """Load this rank's part into the local optimizer, by its own rules. Masters are left to the caller.
 
     If it raises, the optimizer is as it was.
     """
@@ -73,7 +81,7 @@ def load_pieces(
     options: Sequence[dict[str, Any]],
     held: HeldParameters,
     optimizer: Optimizer,
-) -> Callable[[], None]:
+) -> Loaded:
     """``load_local`` for state that is in pieces already.
 
     Args:
@@ -95,7 +103,8 @@ def load_pieces(
     return _load_undoably(local, held, optimizer)
 
 
-def _load_undoably(local: dict[str, Any], held: HeldParameters, optimizer: Optimizer) -> Callable[[], None]:
+def _load_undoably(local: dict[str, Any], held: HeldParameters, optimizer: Optimizer) -> Loaded:
+    masters = take_masters(local, held)
     before = optimizer.state, optimizer.param_groups
     attributes = dict(vars(optimizer))
 
@@ -110,7 +119,7 @@ def _load_undoably(local: dict[str, Any], held: HeldParameters, optimizer: Optim
     except BaseException:
         undo()
         raise
-    return undo
+    return Loaded(undo, masters)
 
 
 def _check_form(state_dict: Any, param_groups: Sequence[dict[str, Any]]) -> None:

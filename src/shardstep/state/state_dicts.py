@@ -18,6 +18,7 @@ from shardstep.params.sharded_parameters import ShardedParameters
 from shardstep.params.tensor_subclasses import map_tensors
 from shardstep.state import dcp_caller, dcp_forms, named, placement, plain
 from shardstep.state.collect import collect, describe
+from shardstep.state.master_weights import with_masters
 from shardstep.state.names import names_of
 from shardstep.state.status import Snapshot, Status
 from shardstep.state.view import StateView
@@ -31,6 +32,8 @@ class Core(Protocol):
     progress: Progress
 
     def wait_for_parameters(self) -> None: ...
+
+    def load_masters(self, masters: Mapping[int, Tensor]) -> None: ...
 
 
 class ShardedOptimizer(Optimizer):
@@ -57,7 +60,7 @@ class ShardedOptimizer(Optimizer):
                 )
             if not isinstance(chunk_mb, (int, float)) or not chunk_mb > 0:
                 raise ValueError(f"chunk_mb expects a size above 0 in MiB but got {chunk_mb!r}. Leave it out for 16.")
-            described = describe(sharded.pieces, sharded.layout, self.optim.state)
+            described = describe(sharded.pieces, sharded.layout, with_masters(sharded, self.optim.state))
         self.engine.consensus.check_equal(
             "consolidate_state_dict", [("argument", {"to": str(to), "chunk_mb": str(chunk_mb)})]
         )
@@ -115,14 +118,15 @@ class ShardedOptimizer(Optimizer):
                 state_dict = state_dict if changed is None else changed
             if placement.is_kept(state_dict, self.engine):
                 return
-            undo = plain.load_local(state_dict, self.param_groups, self.engine.sharded, self.optim)
+            loaded = plain.load_local(state_dict, self.param_groups, self.engine.sharded, self.optim)
         try:
             self.engine.consensus.check_equal("load_state_dict", plain.facts_of(state_dict))
         except BaseException:
-            undo()
+            loaded.undo()
             raise
         plain.load_options(state_dict["param_groups"], self.param_groups, self.optim.param_groups)
         self._status.changed(has_state=bool(state_dict["state"]))
+        self.engine.load_masters(loaded.masters)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -133,7 +137,7 @@ class ShardedOptimizer(Optimizer):
             states: dict[Any, Any] = dcp_forms.template(sharded.ranks.everyone, wanted, self._all_params[0].device)
         elif wanted.full:
             with self.engine.consensus.reporting("get_optimizer_state_dict"):
-                described = describe(sharded.pieces, sharded.layout, self.optim.state)
+                described = describe(sharded.pieces, sharded.layout, with_masters(sharded, self.optim.state))
             self.engine.consensus.check_equal("get_optimizer_state_dict", [])
             # DCP names the recipient by global rank, which is our rank only if the group is everybody.
             to = 0 if wanted.offload and process_group.is_everybody(self.engine.sharded.group) else None
@@ -180,17 +184,18 @@ class ShardedOptimizer(Optimizer):
         with self.engine.consensus.reporting(call):
             names = names_of(self.param_groups, model)
             parts = named.loadable(state_dict, self.param_groups, names, self.engine.sharded, strict)
-            undo = plain.load_pieces(*parts, self.engine.sharded, self.optim)
+            loaded = plain.load_pieces(*parts, self.engine.sharded, self.optim)
         try:
             self.engine.consensus.check_equal(call, plain.facts_of({"param_groups": parts.options, "state": {}}))
         except BaseException:
-            undo()
+            loaded.undo()
             raise
         plain.load_options(parts.options, self.param_groups, self.optim.param_groups)
         found = any(parts.entries.values()) or bool(parts.others)
         if self.world_size > 1:  # a rank may own nothing of what the others have found
             found = any(row[0] for row in collectives.all_gather_ints(self.engine.sharded.group, [found]))
         self._status.changed(has_state=found)
+        self.engine.load_masters(loaded.masters)
 
     def full_state(self, param: Tensor) -> dict[str, Any]:
         """One parameter's full state, on the CPU of every rank.
@@ -200,7 +205,8 @@ class ShardedOptimizer(Optimizer):
         sharded = self.engine.sharded
         index = self._index_of(param, "full_state")
         with self.engine.consensus.reporting("full_state"):
-            described = describe(sharded.pieces, sharded.layout, self.optim.state, only=index)
+            state = with_masters(sharded, self.optim.state, only=index)
+            described = describe(sharded.pieces, sharded.layout, state, only=index)
         self.engine.consensus.check_equal("full_state", [("argument", {"param": sharded.layout.spec_of[index].label})])
         states = self._collect(described, to=None)
         return states.get(index, {})

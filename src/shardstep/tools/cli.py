@@ -110,6 +110,11 @@ def _add_convert(convert: ArgumentParser) -> None:
         "dot for all of it. An optimizer becomes a plain state dict; anything else (app.model) is written as it was",
     )
     convert.add_argument(
+        "--master",
+        action="store_true",
+        help="the model of DIR in float32, from the masters that master_weights=... has kept; what has none is cast",
+    )
+    convert.add_argument(
         "--import",
         dest="imports",
         action="append",
@@ -138,16 +143,20 @@ def _convert(args: Namespace) -> int:
     if args.source.is_dir():
         arguments.check_checkpoint(args.source)
         arguments.check_target_file(args.target)
-        key = args.key if args.key is not None else args.part or keys.OPTIM
+        if args.master and args.part == "optim":
+            raise ValueError("--master expects a model but got --part optim. Leave out one of them.")
+        key = args.key if args.key is not None else args.part or (keys.MODEL if args.master else keys.OPTIM)
         total = inspection.data_bytes(args.source)
         with _naming(target), output.progress("converting", total) as advance:
-            note = to_plain(args.source, target, key, advance)
+            note = to_plain(args.source, target, key, advance, master=args.master)
         size = target.stat().st_size
     else:
         arguments.check_source_file(args.source)
         arguments.check_target_directory(args.target)
         if args.part == "model":
             raise ValueError(f"--part model expects a checkpoint directory but {args.source} is a file. Leave it out.")
+        if args.master:
+            raise ValueError(f"--master expects a checkpoint directory but {args.source} is a file. Leave it out.")
         key = args.key if args.key is not None else keys.WHOLE
         with _naming(target), output.progress("converting", args.source.stat().st_size) as advance:
             note = from_plain(args.source, target, key, advance)

@@ -55,6 +55,8 @@ def print_contents(contents: Contents) -> None:
     steps = " to ".join(f"{step:g}" for step in sorted({*contents.steps[:1], *contents.steps[-1:]}))
     print(f"{len(tensors)} tensors, {sum(entry.bytes for entry in tensors):,} bytes, {len(contents.files)} files")
     print(f"written by ranks {ranks}; step {steps or 'unknown'}; checksums: {'yes' if contents.checksums else 'no'}")
+    if contents.masters:
+        print(f"float32 masters of {contents.masters} parameters: convert --master writes the model from them")
 
 
 def _short(value: Any) -> str:

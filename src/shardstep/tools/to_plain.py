@@ -6,7 +6,7 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,11 +24,19 @@ from shardstep.checkpoint.storage.torch_file import WINDOW_BYTES, bytes_in, memo
 from shardstep.comm.codec import is_live_only
 from shardstep.params import tensor_subclasses
 from shardstep.state.shard import shard_of_range, shard_of_whole
+from shardstep.tools.float32_model import masters_for, wide_dtype
 
 Progress = Callable[[int], None]  # called with bytes done
 
 
-def to_plain(directory: Path, target: Path, key: str, progress: Progress) -> str:
+class Source(NamedTuple):
+    """A tensor of the checkpoint, and how it is written."""
+
+    fqn: str  # under which key it is
+    dtype: torch.dtype
+
+
+def to_plain(directory: Path, target: Path, key: str, progress: Progress, *, master: bool = False) -> str:
     """Write one plain state dict, as ``torch.save(optimizer.state_dict(), target)`` would, without holding it.
 
     A skeleton of the file is written first, with holes for the tensors; then they are filled in, part by part. No more
@@ -37,20 +45,21 @@ def to_plain(directory: Path, target: Path, key: str, progress: Progress) -> str
     Args:
         key: under which it lies. An optimizer gets torch's plain form, with positions for names; anything else is
             written as it was saved. ValueError if there is nothing, or an optimizer only deeper.
+        master: it is a model: write it in float32, from the masters that the optimizer's state has.
 
     Returns:
         A note for the user, if there is something to know.
     """
     checkpoint = Checkpoint(directory)
     root = _root_in(checkpoint, key)
-    tree, fqns = _plain_tree(checkpoint, root)
+    tree, sources = _plain_tree(checkpoint, root, masters_for(checkpoint, root) if master else None)
     form = _numbered(tree, directory) if root in keys.optimizer_roots(checkpoint.paths.values()) else tree
     beside = target.with_name(f".{target.name}.converting")
     try:
         with open(beside, "wb") as stream, torch.serialization.skip_data(materialize_fake_tensors=True):
             torch.save(form, stream)
         with open(beside, "r+b") as stream:
-            checksums = _fill_all(checkpoint, form, fqns, stream, progress)
+            checksums = _fill_all(checkpoint, form, sources, stream, progress)
             os.fsync(stream.fileno())
         patch_checksums(beside, checksums)
         os.replace(beside, target)
@@ -92,10 +101,13 @@ def _root_in(checkpoint: Checkpoint, key: str) -> keys.Path:
     )
 
 
-def _plain_tree(checkpoint: Checkpoint, root: keys.Path) -> tuple[Any, dict[int, str]]:
-    """What is under ``root``, with tensors that have no memory, and the keys of those by their identity.
+def _plain_tree(
+    checkpoint: Checkpoint, root: keys.Path, masters: Mapping[str, str] | None
+) -> tuple[Any, dict[int, Source]]:
+    """What is under ``root``, with tensors that have no memory, and where those are, by their identity.
 
-    Tensors inside of values (a tuple, say) are there: they were read with them.
+    Tensors inside of values (a tuple, say) are there: they were read with them. ``masters``: what is read instead of
+    what, for a model in float32.
     """
     inside = {fqn: entry for fqn, entry in checkpoint.entries.items() if checkpoint.paths[fqn][: len(root)] == root}
     values: dict[str, Any] = {
@@ -103,17 +115,18 @@ def _plain_tree(checkpoint: Checkpoint, root: keys.Path) -> tuple[Any, dict[int,
     }
     checkpoint.read_into(values)
     tree: dict[str, Any] = {}
-    fqns: dict[int, str] = {}
+    sources: dict[int, Source] = {}
     mode = FakeTensorMode()
     for fqn, entry in inside.items():
         if isinstance(entry, TensorStorageMetadata):
+            dtype = entry.properties.dtype if masters is None else wide_dtype(entry.properties.dtype)
             with mode:
-                leaf = torch.empty(entry.size, dtype=entry.properties.dtype)
-            fqns[id(leaf)] = fqn
+                leaf = torch.empty(entry.size, dtype=dtype)
+            sources[id(leaf)] = Source((masters or {}).get(fqn, fqn), dtype)
         else:  # each tensor with memory of its own: it gets a place of its own
             leaf = tree_map_only(Tensor, lambda tensor: tensor.clone().contiguous(), values[fqn])
         put(tree, checkpoint.paths[fqn][len(root) :], leaf)
-    return tree, fqns
+    return tree, sources
 
 
 def _numbered(form: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -142,14 +155,14 @@ def _tensors_in(form: Any) -> list[Tensor]:
 
 
 def _fill_all(
-    checkpoint: Checkpoint, form: Any, fqns: Mapping[int, str], stream: BinaryIO, progress: Progress
+    checkpoint: Checkpoint, form: Any, sources: Mapping[int, Source], stream: BinaryIO, progress: Progress
 ) -> dict[int, int]:
     """Copy the tensors of ``form`` to their places in its file; return the checksums of their bytes by place."""
-    places: dict[str, int] = {}
+    places: dict[Source, int] = {}
     checksums: dict[int, int] = {}
     for leaf, place in zip(_tensors_in(form), dcp_versions.places_in(stream.name), strict=True):
-        if id(leaf) in fqns:
-            places[fqns[id(leaf)]] = place
+        if id(leaf) in sources:
+            places[sources[id(leaf)]] = place
         else:
             checksums[place] = zlib.crc32(memory_of(leaf))
             _write_at(stream.fileno(), memory_of(leaf), place)
@@ -158,16 +171,16 @@ def _fill_all(
     return checksums
 
 
-def _batches(checkpoint: Checkpoint, keys: list[str]) -> Iterator[list[str]]:
+def _batches(checkpoint: Checkpoint, sources: list[Source]) -> Iterator[list[Source]]:
     """Tensors that are read together: small ones as many as fit into a window, a large one alone."""
-    batch: list[str] = []
+    batch: list[Source] = []
     filled = 0
-    for key in keys:
-        size = _size_of(checkpoint, key)
+    for source in sources:
+        size = _size_of(checkpoint, source.fqn)
         if batch and filled + size > WINDOW_BYTES:
             yield batch
             batch, filled = [], 0
-        batch.append(key)
+        batch.append(source)
         filled += size
     if batch:
         yield batch
@@ -180,28 +193,28 @@ def _size_of(checkpoint: Checkpoint, key: str) -> int:
 
 
 def _fill(
-    checkpoint: Checkpoint, keys: list[str], descriptor: int, places: dict[str, int], progress: Progress
+    checkpoint: Checkpoint, batch: list[Source], descriptor: int, places: dict[Source, int], progress: Progress
 ) -> dict[int, int]:
     """Copy tensors to their places in a file; return the checksums of their bytes by place."""
-    if len(keys) == 1:
-        return {places[keys[0]]: _fill_by_windows(checkpoint, keys[0], descriptor, places[keys[0]], progress)}
+    if len(batch) == 1:
+        return {places[batch[0]]: _fill_by_windows(checkpoint, batch[0], descriptor, places[batch[0]], progress)}
     form: dict[str, Any] = {}
-    for key in keys:
-        entry = checkpoint.entries[key]
+    for source in batch:
+        entry = checkpoint.entries[source.fqn]
         assert isinstance(entry, TensorStorageMetadata)
-        form[key] = torch.empty(entry.size, dtype=entry.properties.dtype)
+        form[source.fqn] = torch.empty(entry.size, dtype=entry.properties.dtype)
     checkpoint.read_into(form)
     checksums = {}
-    for key, tensor in form.items():
-        memory = memory_of(tensor)
-        checksums[places[key]] = zlib.crc32(memory)
-        _write_at(descriptor, memory, places[key])
+    for source in batch:
+        memory = memory_of(form[source.fqn].to(source.dtype))
+        checksums[places[source]] = zlib.crc32(memory)
+        _write_at(descriptor, memory, places[source])
         progress(len(memory))
     return checksums
 
 
-def _fill_by_windows(checkpoint: Checkpoint, key: str, descriptor: int, place: int, progress: Progress) -> int:
-    entry = checkpoint.entries[key]
+def _fill_by_windows(checkpoint: Checkpoint, source: Source, descriptor: int, place: int, progress: Progress) -> int:
+    entry = checkpoint.entries[source.fqn]
     assert isinstance(entry, TensorStorageMetadata)
     shape, dtype = tuple(entry.size), entry.properties.dtype
     count, step, checksum = entry.size.numel(), max(WINDOW_BYTES // dtype.itemsize, 1), 0
@@ -211,10 +224,10 @@ def _fill_by_windows(checkpoint: Checkpoint, key: str, descriptor: int, place: i
         window = buffer[: stop - start]
         whole = start == 0 and stop == count
         shard = shard_of_whole(window.view(shape)) if whole else shard_of_range(shape, start, stop, window)
-        checkpoint.read_into({key: shard})
-        memory = memory_of(window)
+        checkpoint.read_into({source.fqn: shard})
+        memory = memory_of(window.to(source.dtype))
         checksum = zlib.crc32(memory, checksum)
-        _write_at(descriptor, memory, place + start * dtype.itemsize)
+        _write_at(descriptor, memory, place + start * source.dtype.itemsize)
         progress(len(memory))
     return checksum
 

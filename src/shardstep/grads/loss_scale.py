@@ -1,0 +1,53 @@
+"""``torch.amp.GradScaler`` and float16 parameters with masters.
+
+``scaler.unscale_`` refuses float16 gradients: divided in float16 they would lose the bits that scaling has saved. So
+the optimizer says that its step takes the scale itself (``_step_supports_amp_scaling``, as fused optimizers of torch
+do). ``scaler.step(optimizer)`` then looks for infs and passes both on; gradients are divided after they were cast to
+float32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardstep.params.master_modes import MasterMode
+from shardstep.params.sharded_parameters import ShardedParameters
+
+
+def takes_scale(sharded: ShardedParameters) -> bool:
+    """Whether steps take the scale: there are float16 parameters with masters."""
+    return any(spec.dtype == "float16" and spec.master != MasterMode.NONE.value for spec in sharded.layout.specs)
+
+
+def must_be_skipped(optimizer: Any) -> bool:
+    """Whether the scaler that calls ``step`` has found an inf. It is the same on every rank, as the gradients are.
+
+    The host waits for it, as it does inside of the scaler for optimizers that know nothing of scales.
+    """
+    found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
+    return found_inf is not None and bool(found_inf.item())
+
+
+@contextmanager
+def unscaled(optimizer: Any, sharded: ShardedParameters) -> Iterator[None]:
+    """Within this context masters get gradients that are divided by the scale of the scaler that calls ``step``."""
+    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
+    if scale is None:
+        yield
+        return
+    factor = scale.double().reciprocal().float()
+    with torch.no_grad():
+        for spec in sharded.layout.specs:  # what has no master is divided where it is, as the scaler does
+            gradient = sharded.params[spec.index].grad
+            if spec.master == MasterMode.NONE.value and gradient is not None:
+                gradient.mul_(factor.to(gradient.device))
+    sharded.masters.gradient_factor = factor
+    try:
+        yield
+    finally:
+        sharded.masters.gradient_factor = None
