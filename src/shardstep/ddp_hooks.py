@@ -151,8 +151,12 @@ class _SteppingHook:
             finally:
                 self._streams.join(self._devices)
         elif self._interleaved and (self._usage is None or self._usage.is_known):
-            with self._streams.after_current(self._devices):
-                self._work_off(step, done_only=True)
+            try:
+                with self._streams.after_current(self._devices):
+                    self._work_off(step, done_only=True)
+            except BaseException:  # who handles it finds parameters that are no longer written to
+                self._streams.join(self._devices)
+                raise
         return future
 
     def _begin(self) -> Step:

@@ -19,6 +19,7 @@ from shardstep.comm import collectives
 from shardstep.comm.codec import decode, dtype_name, dtype_of, encode
 from shardstep.comm.process_group import Group, ProcessGroup
 from shardstep.comm.rank_groups import RankGroups
+from shardstep.comm.streams import SideStreams
 from shardstep.engine import Engine
 from shardstep.grads.attendance import Activity, Call, JoinEnded, Progress, Roll, expecting_a_step
 from shardstep.grads.source import GradientSource, StepGradients
@@ -42,6 +43,7 @@ class JoinAttendance:
     def __init__(self, optimizer: Any, ranks: RankGroups) -> None:
         self._optimizer = weakref.ref(optimizer)
         self._group = ranks.everyone
+        self._streams = SideStreams()  # for comparisons that wait for no computation
         self.divides_by_initial_world_size = True
         self._left: Any = None  # torch's configuration of the context that all ranks have left together
 
@@ -98,7 +100,9 @@ class JoinAttendance:
             return self.roll_of(self.meet(Call(Activity.ROUND, iteration, aborted, progress.sent)))
         if not aborted:
             return Roll(self._group.world_size)
-        everyone = [Progress(*row) for row in collectives.all_gather_ints(self._group, progress)]
+        # The computation here may wait for a bucket that another rank sends only when it has heard of this one.
+        with self._streams.of(self._group.wire_device).current():
+            everyone = [Progress(*row) for row in collectives.all_gather_ints(self._group, progress)]
         most_sent = max(one.sent for one in everyone)
         return Roll(self._group.world_size, most_sent=most_sent, all_alike=len(set(everyone)) == 1)
 

@@ -64,9 +64,10 @@ def missing() -> str:
 
 
 def _folder() -> Path:
-    """One for every version of the sources, of torch and of Python: it is built once on a machine."""
+    """One for every version of the sources, of torch and of Python: built once. (Ninja notes the sources' path.)"""
     files = sorted(SOURCES.iterdir())
-    facts = [torch.__version__, platform.python_version(), platform.machine(), *(file.read_text() for file in files)]
+    versions = [torch.__version__, platform.python_version(), platform.machine()]
+    facts = [str(SOURCES), *versions, *(file.read_text() for file in files)]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "shardstep-tests" / f"sim-{hashlib.sha256(repr(facts).encode()).hexdigest()[:16]}"
     try:

@@ -13,7 +13,12 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-from shardstep import ZeroRedundancyOptimizer, hook_with_zero_step, hook_with_zero_step_interleaved
+from shardstep import (
+    ZeroRedundancyOptimizer,
+    hook_with_zero_step,
+    hook_with_zero_step_interleaved,
+    reduce_scatter_hook,
+)
 from tests.accelerator import simulated
 from tests.accelerator.devices import simulation_only
 from tests.accelerator.simulated import ACCELERATOR_ONLY, on_device
@@ -245,3 +250,39 @@ def test_a_rank_without_inputs_is_lent_gradients_on_the_device() -> None:
     expected = _joined_oracle(3)
     for weights in run_ranks(_join, 3, fresh=True):
         torch.testing.assert_close(weights, expected, rtol=0, atol=SUMMED_OTHERWISE)
+
+
+class _FailsLate(torch.optim.SGD):
+    """Raises after it has updated a bucket, if told to."""
+
+    calls_left: int | None = None
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        if self.calls_left is not None:
+            self.calls_left -= 1
+            if self.calls_left == 0:
+                raise RuntimeError("on purpose")
+        return result
+
+
+@on_device
+def _fail_in_backward(rank: int, world: int, inner: str) -> None:
+    ddp = DistributedDataParallel(model_for("plain").to("sim"), bucket_cap_mb=1e-3)  # type: ignore[arg-type]
+    params = ddp.module.parameters()
+    optimizer = ZeroRedundancyOptimizer(params, _FailsLate, overlap_with_ddp=True, bucket_cap_mb=1e-3, lr=1e-2)
+    reduces = {"allreduce": allreduce_hook, "reduce_scatter": reduce_scatter_hook}[inner]
+    ddp.register_comm_hook(None, hook_with_zero_step_interleaved(reduces, ddp, optimizer))
+    data = batches(rank, "sim")
+    for step in range(3):
+        ddp(data[step], True).square().mean().backward()
+    optimizer.optim.calls_left = 1  # type: ignore[attr-defined]
+    with pytest.raises(RuntimeError, match="on purpose"):
+        ddp(data[3], True).square().mean().backward()
+    for param in ddp.module.parameters():
+        assert torch.isfinite(param.detach().cpu()).all()  # a race, if something still writes to it
+
+
+@pytest.mark.parametrize("inner", ["allreduce", "reduce_scatter"])
+def test_parameters_can_be_read_after_an_update_failed_inside_backward(inner: str) -> None:
+    run_ranks(_fail_in_backward, 2, inner, fresh=True)

@@ -40,7 +40,8 @@ def scale(
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for places in by_kind(gradients):
         first, *others = (gradients[place].detach() for place in places)
-        times = factor.to(first.device, factor.dtype if wide else first.dtype.to_real(), non_blocking=True)
+        dtype = factor.dtype if wide else first.dtype.to_real()
+        times = factor.to(first.device, dtype, non_blocking=first.device.type != "cpu")  # the CPU would read too early
         if others:
             torch._foreach_mul_([first, *others], times)
         else:

@@ -9,10 +9,15 @@ there the outer one is waited for. If no hook fires in the outer one, the rest i
 Inside re-entrant checkpointing autograd may finish a shared parameter several times in one backward. If its bucket was
 already sent, the round is ended and a second one takes the rest; all ranks have the same graph and do the same. From
 then on the bucket waits for the end of backward.
+
+[Note: one thread at a time]
+Autograd has a thread for every device. Those of a model on several devices call hooks at the same time, and each lets
+go of the interpreter in the midst of sending. A lock keeps what is collected and the order of buckets whole.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from typing import Any
 
@@ -35,6 +40,7 @@ class HookedScheduler(BackwardScheduler):
         super().__init__(*parts)
         self._in_parts: set[int] = set()  # see the note
         self._backwards = BackwardTracker()
+        self._lock = threading.RLock()  # see [Note: one thread at a time]
         self._hooks = GradientHooks(self, HookedScheduler._collect)
         refuse_wraps_of(self._sharded)
 
@@ -44,23 +50,24 @@ class HookedScheduler(BackwardScheduler):
 
     def _collect(self, index: int, param: Tensor) -> None:
         """Autograd has finished the gradient of a parameter. Runs once per parameter and backward: keep it short."""
-        if not self.syncs:
-            self._complete_earlier()  # else what comes now would go along in it on this rank, and not on others
-        gradient, stand_in = param.grad, self._shards.stand_in(index)
-        if gradient is stand_in:
-            self._keep(index, stand_in.take_incoming())
-        elif gradient is None:  # an earlier hook of the user's took it
-            return
-        elif type(gradient) is ShardedGradient:
-            raise self._belongs_to_another(index, gradient)
-        elif self.syncs or self._settings.reduce_dtype is not None:
-            if gradient.device != self._shards.devices[index]:
-                self.follow()
-            self._take(index, param, gradient)
-        else:
-            return  # stays where autograd put it, as in DDP
-        if self.syncs:
-            self._count(index)
+        with self._lock:
+            if not self.syncs:
+                self._complete_earlier()  # else what comes now would go along in it on this rank, and not on others
+            gradient, stand_in = param.grad, self._shards.stand_in(index)
+            if gradient is stand_in:
+                self._keep(index, stand_in.take_incoming())
+            elif gradient is None:  # an earlier hook of the user's took it
+                return
+            elif type(gradient) is ShardedGradient:
+                raise self._belongs_to_another(index, gradient)
+            elif self.syncs or self._settings.reduce_dtype is not None:
+                if gradient.device != self._shards.devices[index]:
+                    self.follow()
+                self._take(index, param, gradient)
+            else:
+                return  # stays where autograd put it, as in DDP
+            if self.syncs:
+                self._count(index)
 
     def _belongs_to_another(self, index: int, gradient: ShardedGradient) -> RuntimeError:
         return RuntimeError(
@@ -94,8 +101,9 @@ class HookedScheduler(BackwardScheduler):
             Variable._execution_engine.queue_callback(self._end_of_backward)
 
     def _end_of_backward(self) -> None:
-        if self.syncs:
-            self._complete(self._patience)
+        with self._lock:
+            if self.syncs:
+                self._complete(self._patience)
 
     def _forget_backward(self) -> None:
         self._backwards.reset()

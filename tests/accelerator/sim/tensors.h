@@ -52,6 +52,11 @@ void Hooks::resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) co
   impl->set_nbytes(bytes);
 }
 
+inline const at::Tensor& resize(const at::Tensor& self, at::IntArrayRef size, std::optional<at::MemoryFormat> format) {
+  c10::DeviceGuard guard(self.device());  // torch's own asks the allocator, which looks at the current device
+  return at::native::resize_(self, size, format);
+}
+
 inline void record_stream(at::Tensor& tensor, c10::Stream stream) { memory.recordStream(tensor.storage().data_ptr(), stream); }
 
 inline at::Tensor& set_storage(at::Tensor& self, c10::Storage storage) {
