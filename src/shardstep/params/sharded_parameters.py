@@ -41,6 +41,7 @@ from shardstep.params.step_plan import StepPlan, make_plan
 MAX_IN_FLIGHT = 4
 _LEAST_PART_BYTES = 64 * 1024  # smaller parts cost more than they save
 _requires_grad = attrgetter("requires_grad")
+_device = attrgetter("device")
 
 
 class ShardedParameters:
@@ -315,7 +316,7 @@ class ShardedParameters:
 
     def devices_with_streams(self) -> list[torch.device]:
         """The devices of the parameters on which calls only enqueue."""
-        return [device for device in dict.fromkeys(p.device for p in self.params.values()) if has_streams(device)]
+        return [device for device in dict.fromkeys(map(_device, self.params.values())) if has_streams(device)]
 
     def params_of(self, position: int) -> list[Tensor]:
         """The parameters of one bucket."""
