@@ -39,13 +39,13 @@ def _train(rank, world_size, transport):
                 lr=0.01,
             )
             assert uses_shared_memory(twins.opt) == (transport == "shared memory" and world_size > 1)
-            update = twins.opt.engine.sharded.update_bucket
+            update = twins.opt.engine.local.bucket
 
             def late(*args, update=update):
                 time.sleep(delays.choice([0, 0, 0.001, 0.004]))
                 update(*args)
 
-            twins.opt.engine.sharded.update_bucket = late
+            twins.opt.engine.local.bucket = late
             for _ in range(6):
                 twins.step()
                 twins.check_weights()

@@ -221,7 +221,16 @@ class GradientShards:
             found += sorted(uncertain & used)
             if uncertain - used:
                 state.forget(uncertain - used)
+                self._withdraw(uncertain - used)
         return found
+
+    def _withdraw(self, indices: set[int]) -> None:
+        """Nobody has used these parameters: take off what stood for their gradients until that was known."""
+        for index in indices:
+            if self._deferred is not None:
+                self._deferred.discard(index)
+            elif self._sharded.params[index].grad is self._stand_ins[index]:
+                self._sharded.params[index].grad = None
 
     # --- the shards -----------------------------------------------------------------------------------------------
 
