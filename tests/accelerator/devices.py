@@ -12,7 +12,8 @@ A test that imports its device from here runs on both:
         for weights in run_ranks(_train, world):
             same(weights, expected)         # bits on the simulated device, 1e-9 on CUDA, whose kernels are others
 
-What only the simulation knows (races, what is late, the trace, poisoned memory) is marked ``simulation_only``.
+What only the simulation knows (races, what is late, the trace, poisoned memory) is marked ``simulation_only``, or left
+out by what is empty on CUDA: ``seed``, ``races_ignored``, ``collectives``.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ from __future__ import annotations
 import functools
 import os
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,6 +32,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import shardstep
 from tests import harness
 from tests.accelerator import simulated
 
@@ -69,6 +73,11 @@ def fits(world: int) -> bool:
     return DEVICE == "sim" or world <= _count()
 
 
+def has_two(world: int) -> bool:
+    """Whether every rank can have two devices of its own."""
+    return DEVICE == "sim" or 2 * world <= torch.cuda.device_count()
+
+
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
     """``harness.run_ranks`` in processes that are thrown away. Skips the test where there are too few devices."""
     if not fits(world_size):
@@ -76,22 +85,27 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, **kwarg
     return harness.run_ranks(function, world_size, *args, fresh=True, **kwargs)
 
 
-def on_device(function: Callable[..., Any]) -> Callable[..., Any]:
+def on_device(function: Callable[..., Any], backends: str = BACKENDS) -> Callable[..., Any]:
     """A function for ``run_ranks``, in processes that have the device and a group that serves it and the CPU.
 
-    On CUDA the device of the rank is the current one.
+    On CUDA the device of the rank is the current one. ``backends``: ``ACCELERATOR_ONLY`` is a group without the CPU.
     """
-    return simulated.on_device(function) if DEVICE == "sim" else _on_cuda(function)
+    return simulated.on_device(function, backends) if DEVICE == "sim" else _on_cuda(function, backends)
 
 
-def _on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
+def on_accelerator_only(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``on_device``, with a group that does not serve the CPU."""
+    return on_device(function, ACCELERATOR_ONLY)
+
+
+def _on_cuda(function: Callable[..., Any], backends: str) -> Callable[..., Any]:
     @functools.wraps(function)
     def on_rank(rank: int, world: int, *args: Any, **kwargs: Any) -> Any:
         torch.cuda.set_device(rank)
         store = dist.PrefixStore("cuda", dist.distributed_c10d._get_default_store())
         timeout = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu")).options._timeout
         dist.destroy_process_group()
-        dist.init_process_group(BACKENDS, store=store, rank=rank, world_size=world, timeout=timeout)
+        dist.init_process_group(backends, store=store, rank=rank, world_size=world, timeout=timeout)
         dist.all_reduce(torch.zeros(1, device="cuda"))
         result = function(rank, world, *args, **kwargs)
         torch.cuda.synchronize()  # what failed on the device is raised here and not when the process ends
@@ -103,6 +117,12 @@ def _on_cuda(function: Callable[..., Any]) -> Callable[..., Any]:
 def device() -> torch.device:
     """The one of this rank, with its index. In a function that is ``on_device``."""
     return torch.device(DEVICE, module().current_device())
+
+
+def second_device() -> torch.device:
+    """Another one that no other rank has. In a function that is ``on_device``, where ``has_two``."""
+    step = 1 if DEVICE == "sim" else dist.get_world_size()
+    return torch.device(DEVICE, module().current_device() + step)
 
 
 def module() -> Any:
@@ -135,6 +155,29 @@ def _cuda_host_reads() -> Iterator[list[str]]:
         finally:
             torch.cuda.set_sync_debug_mode(before)
             reads += [f"{one.filename}:{one.lineno}" for one in caught if "synchronizing" in str(one.message)]
+
+
+def own_reads(reads: Sequence[Any]) -> list[str]:
+    """Those of ``host_reads`` that our code asked for, and not torch (DDP, GradScaler) or the test."""
+    if DEVICE == "sim":
+        return [str(read) for read in reads if read.origin == "shardstep"]
+    return [read for read in reads if read.startswith(str(Path(shardstep.__file__).parent))]
+
+
+def collectives() -> AbstractContextManager[Counter[str] | None]:
+    """What was launched, by kind; None on CUDA, where nobody counts."""
+    return simulated.collectives() if DEVICE == "sim" else nullcontext()
+
+
+def races_ignored() -> AbstractContextManager[None]:
+    """Without the race detector, of which CUDA has none."""
+    return simulated.races_ignored() if DEVICE == "sim" else nullcontext()
+
+
+def seed(number: int) -> None:
+    """How late the simulated device is. On CUDA things are as late as they are."""
+    if DEVICE == "sim":
+        simulated.seed(number)
 
 
 def memory_held() -> int:
