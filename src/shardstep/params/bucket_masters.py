@@ -64,7 +64,7 @@ class BucketMasters:
 
     def _make_tensors(self) -> None:
         for piece, param in zip(self.pieces, self._params, strict=True):
-            hollow = torch.zeros((), device=self.device).expand(self._shape(piece, param))
+            hollow = _hollow(self._shape(piece, param), self.device)
             self.tensors[piece.param] = torch.nn.Parameter(hollow, requires_grad=param.requires_grad)
 
     def _memory_of_parameters(self, buffer: Tensor | None) -> Tensor | None:
@@ -109,9 +109,8 @@ class BucketMasters:
         if self.mode is MasterMode.FLOAT32 and self.kept is not None:
             self._point_at(self.kept)
             return
-        nothing = torch.zeros((), device=self.device)
         for piece, param in zip(self.pieces, self._params, strict=True):
-            self.tensors[piece.param].data = nothing.expand(self._shape(piece, param))
+            self.tensors[piece.param].data = _hollow(self._shape(piece, param), self.device)
 
     def _kept_or_new(self) -> Tensor:
         if self.kept is None:
@@ -262,6 +261,17 @@ class BucketMasters:
         narrow = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
         self._copy_parameters(self._spans_in(narrow))
         return narrow
+
+
+def _hollow(shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """Zeros of a shape, with memory for one element.
+
+    What a class makes like it when it is built must lie in memory as usual: for a single element ``zeros_like`` keeps
+    the stride, also 0, and bytes of such a tensor cannot be viewed.
+    """
+    if torch.Size(shape).numel() <= 1:
+        return torch.zeros(shape, device=device)
+    return torch.zeros((), device=device).expand(shape)
 
 
 def _follow(narrow: Tensor, master: Tensor, room: Room | None = None) -> None:
