@@ -130,11 +130,16 @@ def module() -> Any:
     return torch.get_device_module(DEVICE)
 
 
-def same(actual: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float = 0.0) -> None:
-    """Assert that tensors are those of the oracle on the CPU: to the bit, unless ``tolerance`` (absolute) or CUDA."""
+def same(actual: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float = 0.0, case: str = "") -> None:
+    """Assert that tensors are those of the oracle on the CPU: to the bit, unless ``tolerance`` (absolute) or CUDA.
+
+    ``case``: of several in one test, for the message.
+    """
     assert len(actual) == len(expected)
     rtol, atol = (0.0, tolerance) if DEVICE == "sim" else (ROUNDING, max(tolerance, ROUNDING))
-    torch.testing.assert_close([one.cpu() for one in actual], list(expected), rtol=rtol, atol=atol)
+    torch.testing.assert_close(
+        [one.cpu() for one in actual], list(expected), rtol=rtol, atol=atol, msg=lambda text: f"{case}\n{text}"
+    )
 
 
 def host_reads() -> AbstractContextManager[list[Any]]:

@@ -10,26 +10,25 @@ import os
 from typing import Any
 
 import pytest
-import torch
 
 from shardstep import ZeroRedundancyOptimizer
+from tests.accelerator.devices import DEVICE, device, on_device, run_ranks, same, sizes
 from tests.accelerator.modes import clone_weights
-from tests.accelerator.simulated import on_device
 from tests.accelerator.training import OPTIMIZERS, loss_of, small_model, train_plainly
-from tests.harness import run_ranks
 
 accelerate = pytest.importorskip("accelerate")
 STEPS = 4
 # Sums of three ranks have another order than the oracle's mean: some roundings of float64 in numbers of the order of 1.
-SUMMED_OTHERWISE = {"rtol": 0.0, "atol": 1e-12}
+SUMMED_OTHERWISE = 1e-12
 
 
 @on_device
 def _prepared(rank: int, world: int, has_state: bool) -> Any:
     os.environ.update(WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="1")  # asked for, not used: the group exists already
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "sim:0"
-    accelerator = accelerate.Accelerator(cpu=True)
+    if DEVICE == "sim":
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "sim:0"
+    accelerator = accelerate.Accelerator(cpu=DEVICE == "sim")
     kind, options = OPTIMIZERS["AdamW"]
     model = small_model()
     params = list(model.parameters())
@@ -40,7 +39,7 @@ def _prepared(rank: int, world: int, has_state: bool) -> Any:
         optimizer.step()
         first = 1
     called, prepared = accelerator.prepare(model, optimizer)
-    assert {param.device for param in params} == {torch.device("sim", 0)}
+    assert {param.device for param in params} == {device()}
     for step in range(first, STEPS):
         prepared.zero_grad()
         accelerator.backward(loss_of(called, step, rank))
@@ -50,10 +49,10 @@ def _prepared(rank: int, world: int, has_state: bool) -> Any:
     return clone_weights(model), places
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("world", sizes(2, 3))
 @pytest.mark.parametrize("has_state", [False, True])
 def test_prepare_moves_the_model_and_training_goes_on_as_in_the_plain_optimizer(world: int, has_state: bool) -> None:
     expected, _ = train_plainly("AdamW", STEPS, range(world))
-    for weights, places in run_ranks(_prepared, world, has_state, fresh=True):
-        torch.testing.assert_close(weights, expected, **SUMMED_OTHERWISE)
-        assert places <= {"sim"}
+    for weights, places in run_ranks(_prepared, world, has_state):
+        same(weights, expected, SUMMED_OTHERWISE)
+        assert places <= {DEVICE}

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
 from shardstep.checkpoint.adapter import adapter_of
-from shardstep.checkpoint.contribution import contribution_of
+from shardstep.checkpoint.contribution import Contribution, contribution_of
 from shardstep.checkpoint.snapshot import Snapshot
 from shardstep.checkpoint.storage import reader, writer
 from tests.accelerator import simulated
@@ -201,3 +201,30 @@ def test_the_state_that_is_collected_from_devices_is_that_of_the_plain_optimizer
         assert all(value.device.type == "cpu" for value in found[index].values())
     for _, whole in results:
         same(whole, [entry["exp_avg"] for entry in expected["state"].values()])
+
+
+class _Uncopyable:
+    def __deepcopy__(self, memo: Any) -> Any:
+        raise RuntimeError("on purpose")
+
+
+@on_device
+def _fail_to_stage(rank: int, world: int, hold_back: bool) -> float:
+    """A copy in one piece of the first tensor is under way, and has no other owner, when the second leaf raises."""
+    if not hold_back:
+        Snapshot.hold_back = lambda self: None  # type: ignore[method-assign]
+    scattered = torch.ones(8192, device=device())[::2]
+    with pytest.raises(RuntimeError, match="on purpose"):
+        Contribution({"first": scattered, "second": _Uncopyable()}).stage()
+    return torch.zeros(4096, device=device()).sum().item()  # in the memory of that copy
+
+
+def test_a_save_that_fails_does_not_give_away_memory_that_is_still_copied() -> None:
+    assert run_ranks(_fail_to_stage, 1, True) == [0.0]
+
+
+@simulation_only
+def test_memory_that_is_given_away_while_it_is_copied_is_caught() -> None:
+    """The negative control of the test above."""
+    with pytest.raises(AssertionError, match="on the simulated device"):
+        run_ranks(_fail_to_stage, 1, False)

@@ -1,4 +1,4 @@
-"""The model is moved after the optimizer was built: to the simulated device, and back."""
+"""The model is moved after the optimizer was built: to the device, and back."""
 
 from __future__ import annotations
 
@@ -10,20 +10,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardstep import ZeroRedundancyOptimizer
-from tests.accelerator.simulated import on_device
+from tests.accelerator import devices
+from tests.accelerator.devices import DEVICE, device, on_device, run_ranks, same, simulation_only, sizes
 from tests.accelerator.training import OPTIMIZERS, loss_of, small_model, train_plainly
-from tests.harness import run_ranks
 
-WORLDS = [1, 2, 3]
+WORLDS = sizes(1, 2, 3)
 # By step: where the model is. It starts on the CPU, where the optimizer is built.
 JOURNEYS = {
-    "before there is state": ["sim", "sim", "sim"],
-    "with state": ["cpu", "cpu", "sim", "sim"],
-    "there and back": ["sim", "cpu", "sim", "sim:1", "cpu"],
+    "before there is state": ["device", "device", "device"],
+    "with state": ["cpu", "cpu", "device", "device"],
+    "there and back": ["device", "cpu", "device", "second", "cpu"],
 }
 # Sums of three or more ranks have another order than the oracle's mean, and the device's backend chooses its own: some
 # roundings of float64 in numbers of the order of 1, over at most five steps.
 SUMMED_OTHERWISE = 1e-12
+
+
+def _place(name: str, world: int) -> torch.device:
+    """Of a journey. Where GPUs are too few for a second one, the model stays on the first."""
+    if name == "cpu":
+        return torch.device("cpu")
+    return devices.second_device() if name == "second" and devices.has_two(world) else device()
 
 
 def _build(name: str, model: torch.nn.Module, **settings: Any) -> ZeroRedundancyOptimizer:
@@ -39,8 +46,9 @@ def _outcome(model: torch.nn.Module, optimizer: ZeroRedundancyOptimizer) -> tupl
 
 
 def _places_of_state(model: torch.nn.Module, optimizer: ZeroRedundancyOptimizer) -> set[tuple[str, str]]:
+    """Kinds of state, and where they are: "device" is the one of this rank."""
     return {
-        (key, str(value.device))
+        (key, "device" if value.device == device() else str(value.device))
         for param in model.parameters()
         for key, value in optimizer.state[param].items()
         if isinstance(value, Tensor)
@@ -52,14 +60,14 @@ def _train(rank: int, world: int, name: str, journey: list[str], views: bool) ->
     model = small_model()
     params = list(model.parameters())
     optimizer = _build(name, model, parameters_as_bucket_view=views)
-    for step, place in enumerate(journey):
+    for step, place in enumerate(_place(stop, world) for stop in journey):
         model.to(place)
         optimizer.zero_grad()
         loss_of(model, step).backward()  # the same on every rank, as DDP leaves gradients
         optimizer.step()
-        assert {param.device for param in params} == {torch.empty(0, device=place).device}
+        assert {param.device for param in params} == {place}
         assert all(one is other for one, other in zip(params, model.parameters(), strict=True))
-        assert optimizer.engine.sharded.shares_memory == (world > 1 and place == "cpu")
+        assert optimizer.engine.sharded.shares_memory == (world > 1 and place.type == "cpu")
     return _outcome(model, optimizer), _places_of_state(model, optimizer)
 
 
@@ -71,14 +79,15 @@ def test_a_moved_model_trains_on_with_the_bits_of_the_plain_optimizer(
     world: int, views: bool, name: str, journey: str
 ) -> None:
     steps = JOURNEYS[journey]
-    results = run_ranks(_train, world, name, steps, views, fresh=True)
+    results = run_ranks(_train, world, name, steps, views)
     expected, state = train_plainly(name, len(steps))
     for (weights, _), _ in results:
-        assert all(map(torch.equal, weights, expected))
+        same(weights, expected)
     got = results[0][0][1]["state"]
     for index, entry in state["state"].items():
-        assert all(torch.equal(got[index][key], entry[key]) for key in entry if isinstance(entry[key], Tensor))
-    last = "cpu" if steps[-1] == "cpu" else "sim:0"
+        tensors = [key for key in entry if isinstance(entry[key], Tensor)]
+        same([got[index][key] for key in tensors], [entry[key] for key in tensors])
+    last = steps[-1]
     homes = {"AdamW": {("exp_avg", last), ("exp_avg_sq", last), ("step", "cpu")}, "SGD": {("momentum_buffer", last)}}
     assert set().union(*(places for _, places in results)) == homes[name]
 
@@ -90,7 +99,7 @@ def test_a_moved_model_trains_on_with_the_bits_of_the_plain_optimizer(
 def _train_sharded(rank: int, world: int, journey: list[str], views: bool, when: str) -> Any:
     model = small_model()
     optimizer = _build("AdamW", model, shard_gradients=True, parameters_as_bucket_view=views)
-    for step, place in enumerate(journey):
+    for step, place in enumerate(_place(stop, world) for stop in journey):
         if when == "before backward":
             model.to(place)
         optimizer.zero_grad()
@@ -118,11 +127,11 @@ def _train_sharded(rank: int, world: int, journey: list[str], views: bool, when:
 @pytest.mark.parametrize("journey", list(JOURNEYS))
 def test_sharded_gradients_follow_a_moved_model(world: int, views: bool, when: str, journey: str) -> None:
     steps = JOURNEYS[journey]
-    results = run_ranks(_train_sharded, world, steps, views, when, fresh=True)
+    results = run_ranks(_train_sharded, world, steps, views, when)
     expected, _ = train_plainly("AdamW", len(steps), range(world))
     whole = sum(param.numel() * 8 for param in expected)
     for (weights, _), memory in results:
-        torch.testing.assert_close(weights, expected, rtol=0, atol=SUMMED_OTHERWISE)
+        same(weights, expected, SUMMED_OTHERWISE)
         assert memory.gradients < whole / world + 64 * 8 * 6  # its share, and padding
 
 
@@ -134,7 +143,7 @@ def _clear_elsewhere(rank: int, world: int) -> list[Tensor]:
     for step in range(3):
         loss_of(model, step, rank).backward()
         optimizer.step()
-        model.to("sim")
+        model.to(device())
         optimizer.zero_grad()
         model.to("cpu")
     return _outcome(model, optimizer)[0]
@@ -142,8 +151,8 @@ def _clear_elsewhere(rank: int, world: int) -> list[Tensor]:
 
 def test_gradients_that_were_cleared_elsewhere_are_collected_where_the_model_is_now() -> None:
     expected, _ = train_plainly("AdamW", 3, range(2))
-    for weights in run_ranks(_clear_elsewhere, 2, fresh=True):
-        torch.testing.assert_close(weights, expected, rtol=0, atol=SUMMED_OTHERWISE)
+    for weights in run_ranks(_clear_elsewhere, 2):
+        same(weights, expected, SUMMED_OTHERWISE)
 
 
 @on_device
@@ -153,7 +162,7 @@ def _train_without_a_group(rank: int, world: int) -> Any:
     for settings in ({}, {"shard_gradients": True}, {"parameters_as_bucket_view": True}):
         model = small_model()
         optimizer = _build("AdamW", model, **settings)
-        for step, place in enumerate(JOURNEYS["there and back"]):
+        for step, place in enumerate(_place(stop, 1) for stop in JOURNEYS["there and back"]):
             model.to(place)
             optimizer.zero_grad()
             loss_of(model, step).backward()
@@ -164,11 +173,11 @@ def _train_without_a_group(rank: int, world: int) -> Any:
 
 
 def test_a_model_is_moved_in_a_process_without_a_group() -> None:
-    ((*outcomes,),) = run_ranks(_train_without_a_group, 1, fresh=True)
+    ((*outcomes,),) = run_ranks(_train_without_a_group, 1)
     expected, _ = train_plainly("AdamW", 5)
     assert len(outcomes) == 3
     for weights in outcomes:
-        assert all(map(torch.equal, weights, expected))
+        same(weights, expected)
 
 
 # --- loading before the move ------------------------------------------------------------------------------------------
@@ -193,12 +202,12 @@ def _load_then_move(rank: int, world: int, way: str, folder: str) -> Any:
     optimizer = _build("AdamW", model, parameters_as_bucket_view=way == "checkpoint.load")
     if way == "checkpoint.load":
         checkpoint.load(folder, optimizer, model=model)
-        model.to("sim")
+        model.to(device())
     else:
         model.load_state_dict(before.state_dict())
         if way == "load_state_dict":
             optimizer.load_state_dict(states[0])
-        model.to("sim")
+        model.to(device())
         if way == "load_state_dict after the move":
             optimizer.load_state_dict(states[0])
     for step in range(2, 4):
@@ -208,14 +217,14 @@ def _load_then_move(rank: int, world: int, way: str, folder: str) -> Any:
     return _outcome(model, optimizer), _places_of_state(model, optimizer)
 
 
-@pytest.mark.parametrize("world", [1, 3])
+@pytest.mark.parametrize("world", sizes(1, 3))
 @pytest.mark.parametrize("way", ["load_state_dict", "checkpoint.load", "load_state_dict after the move"])
 def test_what_was_loaded_before_the_move_moves_along(world: int, way: str, tmp_path: Any) -> None:
-    results = run_ranks(_load_then_move, world, way, str(tmp_path / "saved"), fresh=True)
+    results = run_ranks(_load_then_move, world, way, str(tmp_path / "saved"))
     expected, _ = train_plainly("AdamW", 4)
     for (weights, _), places in results:
-        assert all(map(torch.equal, weights, expected))
-        assert places <= {("exp_avg", "sim:0"), ("exp_avg_sq", "sim:0"), ("step", "cpu")}
+        same(weights, expected)
+        assert places <= {("exp_avg", "device"), ("exp_avg_sq", "device"), ("step", "cpu")}
 
 
 # --- where state belongs ----------------------------------------------------------------------------------------------
@@ -225,7 +234,7 @@ def test_what_was_loaded_before_the_move_moves_along(world: int, way: str, tmp_p
 def _move_capturable(rank: int, world: int) -> Any:
     model = small_model()
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, fused=True)
-    for place in ("cpu", "sim"):
+    for place in ("cpu", device()):
         model.to(place)
         optimizer.zero_grad()
         loss_of(model, 0).backward()
@@ -234,8 +243,8 @@ def _move_capturable(rank: int, world: int) -> Any:
 
 
 def test_a_step_counter_moves_along_if_the_optimizer_keeps_it_beside_the_parameter() -> None:
-    (places,) = run_ranks(_move_capturable, 1, fresh=True)
-    assert ("step", "sim:0") in places
+    (places,) = run_ranks(_move_capturable, 1)
+    assert ("step", "device") in places
     assert not any(place == "cpu" for _, place in places)
 
 
@@ -262,14 +271,15 @@ def _move_one_rank(rank: int, world: int, shard_gradients: bool) -> str:
 
     iterate()
     if rank == 1:
-        model.to("sim")
+        model.to(device())
     return _error_of(iterate)
 
 
 @pytest.mark.parametrize("shard_gradients", [False, True])
 def test_a_model_that_is_moved_on_one_rank_only_is_an_error_on_all(shard_gradients: bool) -> None:
-    errors = run_ranks(_move_one_rank, 2, shard_gradients, fresh=True, pg_timeout=4)
-    assert "rank 1 waits in going on after the model was moved (the parameters are on sim:0 now" in errors[0]
+    errors = run_ranks(_move_one_rank, 2, shard_gradients, pg_timeout=4 if DEVICE == "sim" else 20)
+    place = "sim:0" if DEVICE == "sim" else "cuda:1"  # of rank 1
+    assert f"rank 1 waits in going on after the model was moved (the parameters are on {place} now" in errors[0]
     assert "expects a call on every rank of the group, but rank 0 did not call it" in errors[1]
 
 
@@ -277,20 +287,20 @@ def test_a_model_that_is_moved_on_one_rank_only_is_an_error_on_all(shard_gradien
 def _move_apart(rank: int, world: int) -> list[str]:
     model = small_model()
     optimizer = _build("AdamW", model)
-    model.to("sim" if rank == 0 else "cpu")
+    model.to(device() if rank == 0 else "cpu")
     if rank == 1:
-        model.to("sim:1")
-        model[0].to("sim:0")
+        model.to(torch.device(DEVICE, 1 - device().index))  # of the other rank, on CUDA: nothing is sent from there
+        model[0].to(device())
     loss = _error_of(lambda: [optimizer.zero_grad(), optimizer.step()])
 
     model = small_model()
     optimizer = _build("AdamW", model)
-    model.to("sim", torch.float32)
+    model.to(device(), torch.float32)
     return [loss, _error_of(optimizer.step)]
 
 
 def test_models_that_cannot_be_followed_are_an_error_on_every_rank_that_says_why() -> None:
-    for apart, converted in run_ranks(_move_apart, 2, fresh=True, pg_timeout=20):
+    for apart, converted in run_ranks(_move_apart, 2, pg_timeout=20):
         assert "to be moved together" in apart
         assert "Spread the model over devices first" in apart
         assert "expects to stay as it was when the optimizer was built (shape (13, 7), float64)" in converted
@@ -303,12 +313,13 @@ def _move_without_a_backend(rank: int, world: int) -> str:
     load()
     model = small_model()
     optimizer = _build("AdamW", model)
-    model.to("sim")
+    model.to(device())
     return _error_of(optimizer.step)
 
 
+@simulation_only  # the group of other tests serves CUDA
 def test_a_device_that_the_process_group_does_not_serve_is_named() -> None:
-    for error in run_ranks(_move_without_a_backend, 2, fresh=True):
+    for error in run_ranks(_move_without_a_backend, 2):
         assert "a device that the process group serves ('cpu:gloo" in error
         assert "moved to sim" in error
 
@@ -341,7 +352,7 @@ def _move_ddp(rank: int, world: int, mode: str) -> Any:
 
     ddp = wrapped()
     iterate(ddp, 0)
-    model.to("sim")
+    model.to(device())
     error = _error_of(lambda: iterate(ddp, 1))
     del ddp
     if mode != "stepping hook":  # one hook for one optimizer
@@ -353,9 +364,9 @@ def _move_ddp(rank: int, world: int, mode: str) -> Any:
 
 @pytest.mark.parametrize("mode", ["plain", "sharded", "stepping hook"])
 def test_ddp_cannot_be_moved_and_says_so_and_a_model_that_is_wrapped_again_trains_on(mode: str) -> None:
-    results = run_ranks(_move_ddp, 2, mode, fresh=True)
+    results = run_ranks(_move_ddp, 2, mode)
     expected, _ = train_plainly("AdamW", 1 if mode == "stepping hook" else 3, range(2))
     for error, (weights, _) in results:
         assert "DistributedDataParallel cannot be moved" in error
         assert "wrap it (again) afterwards" in error
-        torch.testing.assert_close(weights, expected, rtol=0, atol=SUMMED_OTHERWISE)
+        same(weights, expected, SUMMED_OTHERWISE)

@@ -1,4 +1,4 @@
-"""Reductions beside the computation, by trace and allocator of the simulated device; under DDP, in Join, on meshes."""
+"""Reductions beside the computation, by trace and allocator; under DDP, in Join, on meshes."""
 
 from __future__ import annotations
 
@@ -14,11 +14,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardstep
 from shardstep import ZeroRedundancyOptimizer
-from tests.accelerator import simulated
-from tests.accelerator.simulated import ACCELERATOR_ONLY, Entry, Log, on_device
-from tests.accelerator.test_reductions import CLOSE, STEPS, Net, loss_of, oracle, sharded, simple, weights_of
+from tests.accelerator import devices, simulated
+from tests.accelerator.devices import (
+    DEVICE,
+    device,
+    host_reads,
+    on_accelerator_only,
+    on_device,
+    own_reads,
+    run_ranks,
+    same,
+    simulation_only,
+    sizes,
+)
+from tests.accelerator.simulated import Entry, Log
+from tests.accelerator.test_reductions import STEPS, SUMMED_OTHERWISE, Net, loss_of, oracle, sharded, simple, weights_of
 from tests.accelerator.timeline import Timeline, overlaps
-from tests.harness import run_ranks
 
 # --- the trace -------------------------------------------------------------------------------------------------------
 
@@ -27,11 +38,11 @@ from tests.harness import run_ranks
 def _trace(rank: int, world: int) -> Log:
     """Eight layers, each of which is a bucket."""
     torch.manual_seed(2)
-    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8))).to("sim")
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(8))).to(device())
     optimizer = ZeroRedundancyOptimizer(
         model.parameters(), torch.optim.SGD, lr=0.1, shard_gradients=True, bucket_cap_mb=16 * 16 * 4 / 2**20
     )
-    batch = torch.randn(4, 16).to("sim")
+    batch = torch.randn(4, 16).to(device())
     for step in range(4):
         optimizer.zero_grad()
         with simulated.tracing() as log:
@@ -46,9 +57,10 @@ def _trace(rank: int, world: int) -> Log:
     return log
 
 
+@simulation_only
 def test_a_bucket_is_reduced_while_backward_computes_the_next() -> None:
     """Its reductions take half as long as backward, and as long."""
-    logs = run_ranks(_trace, 2, fresh=True)
+    logs = run_ranks(_trace, 2)
     kernels = Timeline(logs).of(kind="kernel", stream="default", between=("backward", "step"))
     for factor in (0.5, 1.0):
         long = factor * len(kernels) / 8
@@ -80,7 +92,7 @@ def test_a_bucket_is_reduced_while_backward_computes_the_next() -> None:
 def _measure(rank: int, world: int, in_flight: int) -> tuple[int, int, int]:
     """Peak of backward above what was held before it; the share; the largest bucket. In bytes, without activations."""
     torch.manual_seed(1)
-    params = [nn.Parameter(torch.randn(4096, dtype=torch.float32, device="sim")) for _ in range(16)]
+    params = [nn.Parameter(torch.randn(4096, dtype=torch.float32, device=device())) for _ in range(16)]
     optimizer = ZeroRedundancyOptimizer(
         params,
         torch.optim.SGD,
@@ -91,11 +103,11 @@ def _measure(rank: int, world: int, in_flight: int) -> tuple[int, int, int]:
     )
     for _ in range(3):
         optimizer.zero_grad()
-        before = torch.sim.memory_allocated()  # type: ignore[attr-defined]
-        torch.sim.reset_peak_memory_stats()  # type: ignore[attr-defined]
+        before = devices.memory_held()
+        devices.reset_peak_memory()
         loss = torch.stack([param.sum() for param in params]).sum()  # one gradient at a time, which autograd expands
         loss.backward()
-        peak = torch.sim.max_memory_allocated() - before  # type: ignore[attr-defined]
+        peak = devices.peak_memory() - before
         optimizer.step()
     return peak, 16 * 4096 * 4 // world, 2 * 4096 * 4
 
@@ -103,18 +115,15 @@ def _measure(rank: int, world: int, in_flight: int) -> tuple[int, int, int]:
 @pytest.mark.parametrize("in_flight", [1, 3])
 def test_the_peak_of_a_warm_backward_is_the_share_and_what_autograd_has_just_made(in_flight: int) -> None:
     """Packed buckets are there already, from the first iteration on."""
-    for peak, share, bucket in run_ranks(_measure, 2, in_flight, fresh=True):
+    for peak, share, bucket in run_ranks(_measure, 2, in_flight):
         assert peak <= share + 2 * bucket, "the share, and gradients of a bucket that is not complete"
 
 
 # --- accelerator-only groups -----------------------------------------------------------------------------------------
 
 
+@on_accelerator_only
 def _train_there_only(rank: int, world: int) -> list[Tensor]:
-    return on_device(_train_simply, ACCELERATOR_ONLY)(rank, world)
-
-
-def _train_simply(rank: int, world: int) -> list[Tensor]:
     side = sharded(rank)
     for step in range(STEPS):
         simple(side, step)
@@ -122,8 +131,8 @@ def _train_simply(rank: int, world: int) -> list[Tensor]:
 
 
 def test_a_group_that_serves_the_accelerator_only_is_enough() -> None:
-    for weights in run_ranks(_train_there_only, 2, fresh=True):
-        torch.testing.assert_close(weights, oracle("simple", 2), **CLOSE)
+    for weights in run_ranks(_train_there_only, 2):
+        same(weights, oracle("simple", 2), SUMMED_OTHERWISE)
 
 
 # --- under DDP -------------------------------------------------------------------------------------------------------
@@ -131,7 +140,7 @@ def test_a_group_that_serves_the_accelerator_only_is_enough() -> None:
 
 @on_device
 def _train_ddp(rank: int, world: int, mode: str, views: bool) -> tuple[list[Tensor], list[str]]:
-    model = Net().to("sim")
+    model = Net().to(device())
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=views, bucket_cap_mb=4e-3)
     stepping = mode != "sharded"
     optimizer = ZeroRedundancyOptimizer(
@@ -150,20 +159,20 @@ def _train_ddp(rank: int, world: int, mode: str, views: bool) -> tuple[list[Tens
 
     for step in range(3):
         iterate(step)
-    with simulated.host_reads() as reads:
+    with host_reads() as reads:
         for step in range(3, STEPS):
             iterate(step)
-    return weights_of(model), [str(read) for read in reads if read.origin == "shardstep"]
+    return weights_of(model), own_reads(reads)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", sizes(1, 2, 3))
 @pytest.mark.parametrize("views", [False, True])
 @pytest.mark.parametrize("mode", ["sharded", "last", "interleaved"])
 def test_the_reduce_scatter_hook_has_the_weights_of_the_cpu_and_never_makes_the_host_wait(
     world: int, views: bool, mode: str
 ) -> None:
-    for weights, reads in run_ranks(_train_ddp, world, mode, views, fresh=True):
-        torch.testing.assert_close(weights, oracle("simple", world), **CLOSE)
+    for weights, reads in run_ranks(_train_ddp, world, mode, views):
+        same(weights, oracle("simple", world), SUMMED_OTHERWISE)
         assert reads == []
 
 
@@ -189,8 +198,8 @@ def test_ranks_without_inputs_take_part(by_initial: bool) -> None:
         losses = torch.stack([loss_of(model, step, rank) for rank in there]).sum()
         (losses / (3 if by_initial else len(there))).backward()
         optimizer.step()
-    for weights in run_ranks(_join, 3, by_initial, fresh=True):
-        torch.testing.assert_close(weights, [param.detach() for param in model.parameters()], **CLOSE)
+    for weights in run_ranks(_join, 3, by_initial):
+        same(weights, [param.detach() for param in model.parameters()], SUMMED_OTHERWISE)
 
 
 # --- meshes ----------------------------------------------------------------------------------------------------------
@@ -198,17 +207,17 @@ def test_ranks_without_inputs_take_part(by_initial: bool) -> None:
 
 @on_device
 def _train_mesh(rank: int, world: int) -> Any:
-    mesh = init_device_mesh("sim", (2, world // 2), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(DEVICE, (2, world // 2), mesh_dim_names=("replicate", "shard"))
     side = sharded(rank, process_group=mesh)
     for step in range(2):
         simple(side, step)
-    with simulated.host_reads() as reads:
+    with host_reads() as reads:
         for step in range(2, STEPS):
             simple(side, step)
-    return weights_of(side.model), [str(read) for read in reads if read.origin == "shardstep"]
+    return weights_of(side.model), own_reads(reads)
 
 
 def test_replicas_of_a_mesh_are_summed_on_the_reduce_stream() -> None:
-    for weights, reads in run_ranks(_train_mesh, 4, fresh=True):
-        torch.testing.assert_close(weights, oracle("simple", 4), **CLOSE)
+    for weights, reads in run_ranks(_train_mesh, 4):
+        same(weights, oracle("simple", 4), SUMMED_OTHERWISE)
         assert reads == []

@@ -425,6 +425,32 @@ def test_reading_a_sharded_gradient_as_if_it_were_whole_names_full_grad(shard):
     assert not wrong, wrong
 
 
+def scale_each_otherwise(rank: int, world: int) -> list[str]:
+    """A list of factors, or a tensor of several; among the gradients is one that is not sharded. The errors."""
+    model = make_model()
+    opt = sharded(model, shard="tensor")  # some ranks have no piece of some of them
+    model(batches(rank, 1)[0]).square().mean().backward()
+    plain = torch.ones(3, dtype=torch.float64)
+    gradients = [plain, *(param.grad for param in model.parameters())]
+    before = [opt.full_grad(param).clone() for param in model.parameters()]
+    ones = [torch.tensor(0.5, dtype=torch.float64) for _ in gradients]
+    texts = []
+    for factors in ([0.5] * len(gradients), ones, [0.5], torch.full((3,), 0.5, dtype=torch.float64)):
+        for scale in (torch._foreach_mul_, torch._foreach_div_):
+            error = error_of(lambda scale=scale, factors=factors: scale(gradients, factors), "factors by gradient")
+            texts.append(f"{type(error).__name__}: {error}")
+    assert torch.equal(plain, torch.ones(3, dtype=torch.float64))
+    for param, whole in zip(model.parameters(), before, strict=True):
+        assert torch.equal(opt.full_grad(param), whole)
+    return texts
+
+
+def test_a_call_over_a_list_with_a_factor_for_each_is_refused_on_all_ranks_before_anything_is_changed():
+    first, *others = run_ranks(scale_each_otherwise, 3, timeout=60, pg_timeout=10)
+    assert all("RuntimeError" in text and "full_grad" in text for text in first), first
+    assert all(texts == first for texts in others)
+
+
 def harmless_looks(rank: int, world: int) -> None:
     model, ddp = make_model(), DistributedDataParallel(make_model())
     opt = sharded(model)

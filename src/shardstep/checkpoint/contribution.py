@@ -36,8 +36,10 @@ class Contribution:
     def stage(self) -> None:
         """Replace everything by a copy on the CPU, so that training can go on."""
         snapshot = Snapshot()
-        self.form = named.map_leaves(self.form, snapshot.copied)
-        snapshot.hold_back()
+        try:
+            self.form = named.map_leaves(self.form, snapshot.copied)
+        finally:  # also of what cannot be copied: the snapshot and its temporary tensors go, and are still read
+            snapshot.hold_back()
         self.snapshot = snapshot if snapshot.is_under_way else None
 
 

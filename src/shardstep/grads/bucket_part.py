@@ -7,6 +7,7 @@ every rank's shard, so that all ranks have something to add up in each of them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import accumulate
 from math import ceil
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from shardstep.layout.shares import share
 from shardstep.layout.specs import Bucket
 
 Span = tuple[int, int]
+_MOST_PADDING = 0.05
 
 
 class Segment(NamedTuple):
@@ -54,6 +56,15 @@ class BucketPart:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+    @cached_property  # asked several times per step
+    def equal_share(self) -> int | None:
+        """The size to which the shares of all ranks can be padded; None: they are too different."""
+        if self.bucket.equal_shard is not None:
+            return self.bucket.equal_shard
+        sizes = [high - low for low, high in self.spans]
+        padded = max(sizes) * len(sizes)
+        return max(sizes) if padded <= sum(sizes) * (1 + _MOST_PADDING) else None
 
     def without(self, rank: int) -> tuple[Span, Span]:
         """The spans of the part that are for other ranks than this one."""

@@ -30,8 +30,6 @@ from shardstep.grads.division import Division, division
 from shardstep.grads.reduce_scatter import ReduceScatter, Report, Sending, Source, Transport
 from shardstep.grads.summation import Summation
 
-_MOST_PADDING = 0.05
-
 
 class PackedBuffers:
     """The memory in which parts are packed, taken in turn: made at first use, and kept."""
@@ -108,7 +106,7 @@ class Native(Transport):
             part.pack(source, own, part.spans[0])
             return ReduceScatter(part, None, own, own, Handle(()), [own], still_divide=sending.divisor)
         self._joined.clear()
-        share = self._equal_share(part)
+        share = part.equal_share
         averages = self._can.averages and (share is not None or self._can.takes_unequal)
         how = division(part.dtype, sending.divisor, self._group.world_size, averages)
         buffer = self._buffers.take(self._packed_numel(part), part.dtype)
@@ -152,19 +150,11 @@ class Native(Transport):
     # --- sizes ----------------------------------------------------------------------------------------------------
 
     def share_numel(self, part: BucketPart) -> int:
-        return self._equal_share(part) or super().share_numel(part)
+        return part.equal_share or super().share_numel(part)
 
     def _packed_numel(self, part: BucketPart) -> int:
-        share = self._equal_share(part)
+        share = part.equal_share
         return part.numel if share is None else share * self._group.world_size
-
-    def _equal_share(self, part: BucketPart) -> int | None:
-        """The size to which all shares are padded; None: they are too different."""
-        if part.bucket.equal_shard is not None:
-            return part.bucket.equal_shard
-        sizes = [high - low for low, high in part.spans]
-        padded = max(sizes) * len(sizes)
-        return max(sizes) if padded <= sum(sizes) * (1 + _MOST_PADDING) else None
 
 
 def _extended(own: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

@@ -247,11 +247,13 @@ def _apply_each(one: Any) -> Callable[..., None]:
     """A call over a list: one over the list of this rank's pieces."""
 
     def handler(func: Any, gradients: list[Tensor], *args: Any) -> None:
+        if any(isinstance(arg, Tensor) and arg.dim() > 0 for arg in args):  # before anything is changed
+            raise RuntimeError(_refusal(str(func), _first(gradients)))
         simple: list[ShardedGradient] = []
         for gradient in gradients:  # among them perhaps plain ones, of parameters of another optimizer
             if not isinstance(gradient, ShardedGradient):
                 one(gradient, *args)
-            elif gradient.incoming is not None or any(isinstance(arg, Tensor) and arg.dim() > 0 for arg in args):
+            elif gradient.incoming is not None:
                 _HANDLERS[one](one, gradient, *args)
             else:
                 simple.append(gradient)
