@@ -85,7 +85,7 @@ def print_memory(optimizer: ZeroRedundancyOptimizer, device: torch.device) -> No
     """What every rank holds, measured, and what AdamW would hold unsharded: two values for each parameter."""
     reports = gathered(optimizer.memory(), device)
     for rank, held in enumerate(reports if dist.get_rank() == 0 else ()):
-        parameters, gradients, state, whole = (f"{size / 1e6:.1f} MB" for size in (*held, 2 * held[0]))
+        parameters, gradients, state, whole = (f"{size / 1e6:.1f} MB" for size in (*held[:3], 2 * held[0]))
         print(f"rank {rank}: parameters {parameters}, gradients {gradients}, optimizer state {state} of {whole}")
 
 
