@@ -19,18 +19,18 @@ from benchmarks.step import ENVIRONMENT, ON_SOCKETS, overheads, relative
 
 TARGETS = {2: 0.7, 4: 0.5}  # of float32, relative to masters by hand
 MODE_TARGETS = {"remainder": 1.15, "stochastic": 1.3}  # relative to float32
-SMALL = Size(4, 256, 8, 4096, 32)  # 5.3 M parameters
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--small", action="store_true", help="a small model: says little about times")
+    for name in ("layers", "width", "vocabulary"):
+        parser.add_argument(f"--{name}", type=int, default=getattr(DEFAULT, name), help="of the model")
     parser.add_argument("--note", default="", help="about the machine, for the results file")
     parser.add_argument("--output", type=Path, default=results_file("precision"))
     options = parser.parse_args()
-    size = SMALL if options.small else DEFAULT
+    size = DEFAULT._replace(layers=options.layers, width=options.width, vocabulary=options.vocabulary)
     measured = {ranks: measure(ranks, size, options.rounds) for ranks in options.ranks}
     text = report(measured, size, options)
     options.output.write_text(text)
@@ -61,10 +61,10 @@ def report(measured: dict[int, dict], size: Size, options: argparse.Namespace) -
         "",
         machine(),
         f"Command: `make bench-precision` ({options.rounds} rounds). Raw numbers: the .json beside this file.",
-        f"A GPT of {parameters / 1e6:.1f} M parameters in bfloat16 ({size.layers} layers, width {size.width}), "
-        "fused AdamW.",
-        "Times in ms, median (middle half), barrier to barrier, through shared memory. *Overhead* is an iteration minus "
-        "forward and backward alone; ratios are taken round by round.",
+        f"A GPT of {parameters / 1e6:.1f} M parameters in bfloat16 ({size.layers} layers, width {size.width}, "
+        f"vocabulary {size.vocabulary}), fused AdamW.",
+        "Times in ms, median (middle half), barrier to barrier, through shared memory. *Overhead* is an iteration "
+        "minus forward and backward alone; ratios are taken round by round.",
         "Not measured: DeepSpeed in bfloat16, stages 1 and 2. Nobody has written that contestant yet.",
         *([f"**{options.note}**"] if options.note else []),
         "",

@@ -45,7 +45,7 @@ class MastersByHand:
     """What a training loop without a framework does: on every rank a float32 copy of every parameter."""
 
     def __init__(self, gpt: GPT) -> None:
-        self.params = list(gpt.parameters())
+        self.params: list[Tensor] = list(gpt.parameters())
         self.masters = [param.detach().float().requires_grad_() for param in self.params]
         self.optimizer = AdamW(self.masters, **ADAMW)
         self.scratch = 0
@@ -62,7 +62,8 @@ class MastersByHand:
 
     def memory(self) -> MemoryReport:
         state, grads = tensors_of(self.optimizer), (param.grad for param in self.params)
-        return MemoryReport(*map(held_by, (self.params, grads, state, self.masters)), self.scratch)
+        kept = [held_by(tensors) for tensors in (self.params, grads, state, self.masters)]
+        return MemoryReport(*kept, scratch=self.scratch)
 
 
 def tensors_of(optimizer: Optimizer) -> list[Tensor]:
