@@ -31,10 +31,13 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=results_file("precision"))
     options = parser.parse_args()
     size = DEFAULT._replace(layers=options.layers, width=options.width, vocabulary=options.vocabulary)
-    measured = {ranks: measure(ranks, size, options.rounds) for ranks in options.ranks}
-    text = report(measured, size, options)
-    options.output.write_text(text)
-    options.output.with_suffix(".json").write_text(json.dumps(measured, indent=1) + "\n")
+    measured: dict[int, dict] = {}
+    text = ""
+    for ranks in options.ranks:
+        measured[ranks] = measure(ranks, size, options.rounds)
+        text = report(measured, size, options)  # written each time: whoever interrupts keeps what there is
+        options.output.write_text(text)
+        options.output.with_suffix(".json").write_text(json.dumps(measured, indent=1) + "\n")
     print(text)
 
 

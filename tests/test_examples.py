@@ -178,10 +178,10 @@ def test_the_table_of_memory_is_what_the_ways_promise() -> None:
 
 
 def test_masters_reach_the_loss_of_float32_and_without_them_it_stays_behind() -> None:
-    """A tenth of a learning rate that bfloat16 can still follow.
+    """Both kinds of masters give the same parameters, so the same loss.
 
-    Both kinds of masters give the same parameters, so the same loss. It differs from that of float32 by what rounding
-    in forward and backward does; without masters the loss stays behind by several times that.
+    Measured: with masters 0.0009 away from float32 with the same seed (forward and backward are in bfloat16),
+    without them 0.11 behind.
     """
     options = "--width 32 --layers 1 --heads 2 --context 32 --batch-size 8 --steps 40 --lr 3e-4 --look-every 20"
     printed, *others = run_on_ranks(2, "bf16_masters.py", *options.split())
@@ -191,7 +191,7 @@ def test_masters_reach_the_loss_of_float32_and_without_them_it_stays_behind() ->
     assert len(loss) == 7
     exact = loss["float32, seed 0"]
     assert loss["bfloat16, float32 masters"] == loss['bfloat16, "remainder"'] == pytest.approx(exact, abs=0.005)
-    assert loss["bfloat16, no masters"] > exact + 0.01
+    assert loss["bfloat16, no masters"] > exact + 0.05
 
 
 # --- what can be wrong ------------------------------------------------------------------------------------------------
