@@ -14,7 +14,7 @@ ARGS   ?=
 # What needs no further packages: the others have suites of their own.
 OWN    := not optimizers and not frameworks and not package and not docs and not accelerator and not hosts
 
-.PHONY: train test test-all test-programs test-optimizers test-frameworks test-migration test-package test-accelerator test-gpu test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-hosts bench-gpu bench-checkpoint bench-compare clean
+.PHONY: train test test-all test-programs test-optimizers test-frameworks test-migration test-package test-accelerator test-gpu test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-precision bench-hosts bench-gpu bench-checkpoint bench-compare clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -170,6 +170,10 @@ test-migration: $(RIVALS)/installed-tests
 
 bench-step: $(RIVALS)/installed
 	$(RIVALS)/bin/python -m benchmarks.step $(ARGS)
+
+# The model in 16 bits, masters in 32: beside DDP with masters by hand, and FSDP2.
+bench-precision: $(VENV)/installed
+	$(BIN)/python -m benchmarks.precision $(ARGS)
 
 # Two hosts over 1 and 10 Gbit/s, as root (see test-hosts).
 bench-hosts: $(VENV)/installed

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.contestants import ALONE, DDP, LEARNING_RATE, Contestant, make
-from benchmarks.gpt import GPT, make_batch, make_gpt
+from benchmarks.gpt import DEFAULT, GPT, Size, make_batch, make_gpt
 from benchmarks.traffic import Peak, allocated_bytes, counted_requests, sent_bytes, shared_bytes
 
 WARM_UP = 3  # DDP makes its buckets again after the first iteration
@@ -113,14 +113,14 @@ def warmed_up(name: str, template: GPT) -> Contestant:
 
 
 def alternate(
-    contestants: dict[str, Contestant], rounds: int, counter: Callable[[], int]
+    contestants: dict[str, Contestant], rounds: int, counter: Callable[[], int], size: Size = DEFAULT
 ) -> tuple[dict[str, list[float]], dict[str, list[int]]]:
     """Of every contestant, round by round: ms, and how much the counter advanced."""
     times: dict[str, list[float]] = {name: [] for name in contestants}
     counts: dict[str, list[int]] = {name: [] for name in contestants}
     order = random.Random(0)  # the same on every rank
     for turn in range(rounds):
-        batch = make_batch(dist.get_rank(), WARM_UP + turn)
+        batch = make_batch(dist.get_rank(), WARM_UP + turn, size=size)
         for name in order.sample(list(contestants), len(contestants)):
             dist.barrier()
             before, start = counter(), time.perf_counter()

@@ -31,7 +31,7 @@ def rotate(x: Tensor) -> Tensor:
     angle = position * torch.logspace(0, -3, x.shape[-1] // 2, device=x.device)
     left, right = x.chunk(2, dim=-1)
     cos, sin = angle.cos(), angle.sin()
-    return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1)
+    return torch.cat([left * cos - right * sin, left * sin + right * cos], dim=-1).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -89,7 +89,7 @@ def training_batch(text: Tensor, step: int, size: int, context: int, seed: int, 
 
 
 def mean_loss(model: nn.Module, rows: Tensor) -> Tensor:
-    return F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
+    return F.cross_entropy(model(rows[:, :-1]).float().flatten(0, 1), rows[:, 1:].flatten())
 
 
 @torch.no_grad()
