@@ -151,7 +151,8 @@ class Engine:
                     source.check()
                 source.prepare(param_groups)
             copy_options(param_groups, self.optimizer.param_groups)
-            source.bind(self.sharded.plan.active_buckets)
+            with self.consensus.reporting("step"):
+                source.bind(self.sharded.plan.active_buckets)
             evaluate = self._evaluation(closure, source, param_groups) if callable(closure) else closure
             step = self._open(kwargs or {}, evaluate)
             with step.failing_together():
