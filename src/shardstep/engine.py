@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -151,7 +151,8 @@ class Engine:
                     source.check()
                 source.prepare(param_groups)
             copy_options(param_groups, self.optimizer.param_groups)
-            source.bind(self.sharded.plan.active_buckets)
+            with self.consensus.reporting("step"):
+                source.bind(self.sharded.plan.active_buckets)
             evaluate = self._evaluation(closure, source, param_groups) if callable(closure) else closure
             step = self._open(kwargs or {}, evaluate)
             with step.failing_together():
@@ -195,11 +196,12 @@ class Engine:
         self.wait_for_parameters()
         self.notice_changes()
         copy_options(param_groups, self.optimizer.param_groups)
-        step = Step(self)
-        self.local.prepare(whole=True)
-        step.update = partial(self.local.whole, getattr(self.optimizer, mode))
-        with step.failing_together(mode):
-            step.finish()
+        with self._all_active() if self._has_frozen_state() else nullcontext():
+            step = Step(self)
+            self.local.prepare(whole=True)
+            step.update = partial(self.local.whole, getattr(self.optimizer, mode))
+            with step.failing_together(mode):
+                step.finish()
         self.local.end()
         copy_options(self.optimizer.param_groups, param_groups, self.sharded.builder.notes)
 
@@ -221,13 +223,15 @@ class Engine:
             self.wait_for_parameters()
             self.notice_changes()
             lacking = sharded.masters.load(masters)
-            if any(row[0] for row in collectives.all_gather_ints(sharded.group, [bool(masters)])):
-                self._gather_all()
-        if lacking and sharded.rank == 0:
+        rows = collectives.all_gather_ints(sharded.group, [bool(masters), min(lacking, default=-1)])
+        if sharded.masters.are_kept and any(row[0] for row in rows):
+            self._gather_all()
+        lacked = [row[1] for row in rows if row[1] >= 0]
+        if lacked and sharded.rank == 0:  # which may own nothing of them
             logger.warning(
                 "the loaded state has float32 masters, but this optimizer keeps none for %s, so they are left out. "
                 "Pass master_weights=torch.float32 or 'remainder' to go on with them.",
-                sharded.layout.spec_of[lacking[0]].label,
+                sharded.layout.spec_of[min(lacked)].label,
             )
 
     def notice_changes(self) -> None:
@@ -309,11 +313,27 @@ class Engine:
 
     def _gather_all(self) -> None:
         """Bring all ranks' parameters up to date with their owners', also frozen ones."""
-        active = self.sharded.active
-        self.sharded.activate([True] * len(active))
-        try:
+        with self._all_active():
             step = Step(self)
             step.update = lambda: None
             step.finish()
+
+    @contextmanager
+    def _all_active(self) -> Iterator[None]:
+        """Within this context frozen parameters are updated and sent, too."""
+        active = self.sharded.active
+        self.sharded.activate([True] * len(active))
+        try:
+            yield
         finally:
             self.sharded.activate(active)
+
+    def _has_frozen_state(self) -> bool:
+        """Collective if parameters are frozen. Whether any rank has state of one: ``train`` and ``eval`` change it."""
+        sharded = self.sharded
+        if all(sharded.active):
+            return False
+        frozen = [index for index, active in zip(sharded.params, sharded.active, strict=True) if not active]
+        tensors = (sharded.pieces.tensors[index] for index in frozen if index in sharded.pieces.tensors)
+        found = any(self.optimizer.state.get(tensor) for tensor in tensors)
+        return any(row[0] for row in collectives.all_gather_ints(sharded.group, [found]))

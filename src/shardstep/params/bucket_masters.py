@@ -115,7 +115,8 @@ class BucketMasters:
     def _kept_or_new(self) -> Tensor:
         if self.kept is None:
             wide = self.mode is MasterMode.FLOAT32
-            self.kept = torch.zeros(self.numel, dtype=torch.float32 if wide else torch.int16, device=self.device)
+            with torch.inference_mode(False):
+                self.kept = torch.zeros(self.numel, dtype=torch.float32 if wide else torch.int16, device=self.device)
             if wide:
                 self._copy_parameters(self._spans_in(self.kept))
         return self.kept
@@ -222,14 +223,26 @@ class BucketMasters:
         if self.kept is None or not self.mode.is_kept:
             return {}
         narrow = self._copied_parameters()
-        wide = self.kept if self.mode is MasterMode.FLOAT32 else torch.empty(self.numel, device=self.device)
-        for part in spans(self.numel, self.device):
-            if self.mode is MasterMode.FLOAT32:
-                _follow(narrow[part], wide[part])
-            else:
+        wide = (
+            self._followed(narrow) if self.mode is MasterMode.FLOAT32 else torch.empty(self.numel, device=self.device)
+        )
+        if self.mode is MasterMode.REMAINDER:
+            for part in spans(self.numel, self.device):
                 join(narrow[part], self.kept[part], wide[part])
         found = zip(self.pieces, self._spans_in(wide), strict=True)
         return {piece.param: span for piece, span in found if piece.param in self.stepped}
+
+    def _followed(self, narrow: Tensor) -> Tensor:
+        """What is kept; a copy if parameters were changed. Who swaps weights, saves and swaps back, keeps masters."""
+        assert self.kept is not None
+        wide = self.kept
+        for part in spans(self.numel, self.device):
+            rounded = torch.empty_like(narrow[part])
+            round_nearest(self.kept[part], rounded)
+            if differ(rounded, narrow[part]):
+                wide = wide.clone() if wide is self.kept else wide
+                _follow(narrow[part], wide[part])
+        return wide
 
     def load(self, weights: Mapping[int, Tensor]) -> None:
         """Have the masters in ``weights`` that are mine, and the parameters rounded from them. Others begin anew."""

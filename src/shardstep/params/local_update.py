@@ -39,6 +39,8 @@ class LocalUpdate:
     def take_gradients(self) -> None:
         """In the middle of an update of all buckets a closure has made new gradients."""
         self._sharded.masters.take_gradients(self._sharded.plan.active_buckets)
+        if self._counter is not None:
+            self._counter.take_gradients()
 
     def publish(self) -> None:
         """Bring the parameters up to date with what the local optimizer has stepped so far, if that is masters."""

@@ -31,10 +31,8 @@ class LostUpdates:
 class _Before(NamedTuple):
     """A piece before its update."""
 
-    index: int
     narrow: Tensor  # a copy of the parameter's elements
     wide: Tensor | None  # a copy of the master, if one is kept
-    has_gradient: Tensor | None  # where the gradient is not zero, if none is
 
 
 class UpdateCounter:
@@ -44,35 +42,41 @@ class UpdateCounter:
         self._sharded = sharded
         self._lost: dict[tuple[int, torch.device], Tensor] = {}  # by group and device
         self._updated: dict[int, int] = {}  # elements, by group
-        self._before: list[_Before] = []
+        self._before: dict[int, _Before] = {}  # by parameter
+        self._has_gradient: dict[int, Tensor] = {}  # of those with a gradient: where it is not zero
 
     def before(self, positions: Sequence[int]) -> None:
         """These buckets are about to be updated, with the gradients that are on the pieces' tensors."""
         sharded, pieces = self._sharded, self._sharded.pieces
         chosen = set(positions)
-        self._before = []
+        self._before, self._has_gradient = {}, {}
         for index, piece in pieces.pieces.items():
-            gradient, tensor = pieces.tensors[index].grad, pieces.tensors[index]
-            if piece.bucket not in chosen or gradient is None:
-                continue
-            kept = sharded.masters.keeps(index)
-            wide = tensor.detach().clone() if kept else None
-            has_gradient = None if kept else gradient.detach() != 0
-            self._before.append(_Before(index, self._narrow(index).clone(), wide, has_gradient))
+            if piece.bucket in chosen:
+                wide = pieces.tensors[index].detach().clone() if sharded.masters.keeps(index) else None
+                self._before[index] = _Before(self._narrow(index).clone(), wide)
+        self.take_gradients()
+
+    def take_gradients(self) -> None:
+        """The gradients on the pieces' tensors are those of the update: at its beginning, and after a closure."""
+        self._has_gradient = {}
+        for index in self._before:
+            gradient = self._sharded.pieces.tensors[index].grad
+            if gradient is not None:
+                self._has_gradient[index] = gradient.detach() != 0
 
     def after(self) -> None:
         """They were updated, and rounded."""
         with torch.no_grad():
-            for index, narrow, wide, has_gradient in self._before:
+            for index, has_gradient in self._has_gradient.items():
+                narrow, wide = self._before[index]
                 tensor = self._sharded.pieces.tensors[index].detach()
                 stayed = _bits_equal(narrow, self._narrow(index))
                 moved = ~_bits_equal(wide, tensor) if wide is not None else has_gradient
-                assert moved is not None
                 place = self._sharded.layout.spec_of[index].group, tensor.device
                 lost = (stayed & moved.view(stayed.shape)).sum()
                 self._lost[place] = self._lost[place] + lost if place in self._lost else lost
                 self._updated[place[0]] = self._updated.get(place[0], 0) + tensor.numel()
-        self._before = []
+        self._before, self._has_gradient = {}, {}
 
     def _narrow(self, index: int) -> Tensor:
         """This rank's piece of the parameter itself."""

@@ -83,22 +83,22 @@ class Masters:
         if not self._buckets or self._arrangement == (whole, positions):
             return
         self._scratch = []
-        for bucket in self._buckets.values():
-            bucket.unplace()
         chosen = [self._buckets[position] for position in positions]
-        for device in dict.fromkeys(bucket.device for bucket in chosen):
-            self._place([bucket for bucket in chosen if bucket.device == device], device, whole)
+        with torch.inference_mode(False):  # memory of a step in that mode (``eval``) is used in others, too
+            for bucket in self._buckets.values():
+                bucket.unplace()
+            for device in dict.fromkeys(bucket.device for bucket in chosen):
+                self._place([bucket for bucket in chosen if bucket.device == device], device, whole)
         self._arrangement = whole, positions
 
     def _place(self, buckets: Sequence[BucketMasters], device: torch.device, whole: bool) -> None:
         gradients = _Pool(buckets, whole)
         values = _Pool([bucket for bucket in buckets if bucket.needs_values], whole)
         narrow = _Pool([bucket for bucket in buckets if bucket.needs_narrow], whole=False)  # used for a moment only
-        with torch.inference_mode(False):
-            memory = [
-                torch.zeros(pool.numel, dtype=dtype, device=device)
-                for pool, dtype in ((gradients, torch.float32), (values, torch.float32), (narrow, torch.int16))
-            ]
+        memory = [
+            torch.zeros(pool.numel, dtype=dtype, device=device)
+            for pool, dtype in ((gradients, torch.float32), (values, torch.float32), (narrow, torch.int16))
+        ]
         room = Room(max((bucket.numel for bucket in buckets), default=0), device)
         self._scratch += [*memory, room.memory]
         for bucket in buckets:

@@ -1,0 +1,185 @@
+"""float32 masters at the edges: reads between swaps, closures that are counted, inference mode, errors on one rank."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.nn import Parameter
+
+from shardstep import ZeroRedundancyOptimizer
+from tests.harness import run_ranks
+from tests.oracle import error_of
+from tests.ranks.test_masters import KEPT, SMALL, MasterTwins
+from tests.ranks.test_masters_state import build, make_model, train
+from tests.twins import values
+
+SPACING = 2.0**-7  # of bfloat16, between 1 and 2
+
+
+def _swapped(rank, world, mode):
+    """Other weights are swapped in, a checkpoint is made of them, and the training weights come back."""
+    twins = MasterTwins(torch.optim.AdamW, mode, lr=0.003)
+    twins.step(3)
+    trained = [param.detach().clone() for param in twins.ours]
+    for param in twins.ours:
+        param.data.mul_(1.5)
+    for param in twins.ours:
+        twins.opt.full_state(param)
+    for param, value in zip(twins.ours, trained, strict=True):
+        param.data.copy_(value)
+    twins.check("swapped back")
+    twins.step(2)
+    twins.check("trained on")
+
+
+@pytest.mark.parametrize("mode", KEPT)
+@pytest.mark.parametrize("world", [1, 3])
+def test_reading_state_while_other_weights_are_swapped_in_leaves_masters_alone(world, mode):
+    run_ranks(_swapped, world, mode)
+
+
+def _lost_in_closures(rank, world, mode):
+    param = Parameter(torch.ones(300, dtype=torch.bfloat16))
+    opt = ZeroRedundancyOptimizer([param], torch.optim.SGD, lr=1.0, master_weights=mode)
+
+    def closure():
+        param.grad = torch.full_like(param, -SPACING / 10)
+        param.grad[200:] = 0
+
+    with opt.count_lost_updates() as lost:
+        for _ in range(3):
+            opt.step(closure)
+            opt.zero_grad()
+    return lost.by_group
+
+
+@pytest.mark.parametrize("mode", [None, *KEPT])
+def test_updates_that_are_lost_in_steps_with_closures_are_counted(mode):
+    for shares in run_ranks(_lost_in_closures, 3, mode):
+        assert shares == [pytest.approx(2 / 3)]
+
+
+def _evaluated_first(rank, world, mode):
+    from schedulefree import AdamWScheduleFree
+
+    twins = MasterTwins(AdamWScheduleFree, mode, lr=0.01)
+    with torch.inference_mode():
+        twins.opt.eval()
+        twins.opt.train()
+    twins.plain.train()
+    twins.step(3)
+    twins.check("after inference mode")
+
+
+@pytest.mark.parametrize("mode", KEPT)
+def test_masters_that_are_made_in_inference_mode_can_be_trained(mode):
+    run_ranks(_evaluated_first, 3, mode)
+
+
+def _sparse_on_its_owner(rank, world):
+    """Of two parameters only the second has a sparse gradient, and only one rank has a master of it."""
+    dense, sparse = (Parameter(torch.ones(40, 1, dtype=torch.bfloat16)) for _ in range(2))
+    opt = ZeroRedundancyOptimizer(
+        [dense, sparse], torch.optim.SGD, lr=1.0, master_weights=torch.float32, shard="tensor", bucket_cap_mb=1e-5
+    )
+    dense.grad, sparse.grad = torch.ones_like(dense), torch.ones_like(sparse).to_sparse()
+    return str(error_of(opt.step))
+
+
+def test_a_sparse_gradient_that_only_its_owner_sees_is_an_error_on_all():
+    for text in run_ranks(_sparse_on_its_owner, 3, fresh=True):
+        assert "expects dense gradients" in text
+
+
+def _evaluated_while_frozen(rank, world, mode):
+    """Frozen parameters with state are switched, too, as the plain optimizer does; without masters in float64."""
+    from schedulefree import AdamWScheduleFree
+
+    if mode is None:
+        ours, theirs = ([Parameter(values((50,), i)) for i in range(4)] for _ in range(2))
+        opt = ZeroRedundancyOptimizer(ours, AdamWScheduleFree, lr=0.01, bucket_cap_mb=SMALL)
+        plain = AdamWScheduleFree(theirs, lr=0.01)
+    else:
+        twins = MasterTwins(AdamWScheduleFree, mode, lr=0.01)
+        ours, theirs, opt, plain = twins.ours, twins.theirs, twins.opt, twins.plain
+    opt.train()
+    plain.train()
+    for step in range(3):
+        for mine, other in zip(ours, theirs, strict=True):
+            mine.grad = values(mine.shape, step, mine.dtype)
+            other.grad = mine.grad.to(other.dtype, copy=True)  # its step writes into it
+        opt.step()
+        plain.step()
+    opt.zero_grad()
+    for param in ours[-2:]:
+        param.requires_grad_(False)
+    opt.eval()
+    plain.eval()
+    opt.check_replicas()
+    for position, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        found = mine.detach() if mode is None else opt.full_state(mine)["master_weight"]
+        assert torch.equal(found, other.detach()), position
+
+
+@pytest.mark.parametrize("mode", [None, *KEPT])
+@pytest.mark.parametrize("world", [1, 3])
+def test_train_and_eval_switch_frozen_parameters_that_have_state(world, mode):
+    run_ranks(_evaluated_while_frozen, world, mode)
+
+
+def _told(rank, world):
+    """Rank 0 owns the float32 parameter only."""
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    params = [Parameter(torch.ones(500)), Parameter(torch.ones(300, dtype=torch.bfloat16))]
+
+    def build_with(mode):
+        groups = [{"params": params[:1]}, {"params": params[1:], "master_weights": mode}]
+        return ZeroRedundancyOptimizer(groups, torch.optim.AdamW, shard="tensor")
+
+    opt = build_with("remainder")
+    assert [piece.param for piece in opt.layout.pieces(0)] == [0]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    opt.step()
+    opt.consolidate_state_dict()
+    box = [opt.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    logging.getLogger("shardstep").addHandler(handler)
+    build_with(None).load_state_dict(box[0])
+    logging.getLogger("shardstep").removeHandler(handler)
+    return messages
+
+
+def test_masters_that_are_left_out_are_told_if_rank_0_owns_none_of_them():
+    told = [message for found in run_ranks(_told, 3) for message in found]
+    assert len(told) == 1
+    assert "keeps none for parameter 1" in told[0]
+
+
+def _partly_loaded(rank, world, mode, path):
+    """A checkpoint of DCP without masters, into an optimizer with them."""
+    model = make_model()
+    opt = build(model, None)
+    train(model, opt, range(3))
+    dcp.save({"optim": opt.sharded_state_dict(model)}, checkpoint_id=path)
+    other = make_model()
+    other.load_state_dict(model.state_dict())
+    twin = build(other, mode)
+    state = {"optim": twin.sharded_state_dict(other)}
+    dcp.load(state, checkpoint_id=path, planner=DefaultLoadPlanner(allow_partial_load=True))
+    twin.load_sharded_state_dict(state["optim"], other)
+    for one, two in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(one, two)
+        assert torch.equal(twin.full_state(two)["exp_avg"], opt.full_state(one)["exp_avg"].float())
+
+
+@pytest.mark.parametrize("mode", KEPT)
+def test_masters_that_dcp_does_not_find_begin_as_the_parameters(mode, tmp_path):
+    run_ranks(_partly_loaded, 3, mode, tmp_path / "saved")
