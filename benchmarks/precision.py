@@ -59,11 +59,13 @@ def measure(ranks: int, size: Size, rounds: int) -> dict:
 
 def report(measured: dict[int, dict], size: Size, options: argparse.Namespace) -> str:
     parameters = next(iter(measured.values()))["times"]["parameters"]
+    chosen = {"rounds": options.rounds, "layers": size.layers, "width": size.width, "vocabulary": size.vocabulary}
+    arguments = " ".join(f"--{name} {value}" for name, value in chosen.items())
     lines = [
         f"# Precision figures, {datetime.date.today().isoformat()}",
         "",
         machine(),
-        f"Command: `make bench-precision` ({options.rounds} rounds). Raw numbers: the .json beside this file.",
+        f'Command: `make bench-precision ARGS="{arguments}"`. Raw numbers: the .json beside this file.',
         f"A GPT of {parameters / 1e6:.1f} M parameters in bfloat16 ({size.layers} layers, width {size.width}, "
         f"vocabulary {size.vocabulary}), fused AdamW.",
         "Times in ms, median (middle half), barrier to barrier, through shared memory. *Overhead* is an iteration "
