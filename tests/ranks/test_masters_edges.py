@@ -183,3 +183,49 @@ def _partly_loaded(rank, world, mode, path):
 @pytest.mark.parametrize("mode", KEPT)
 def test_masters_that_dcp_does_not_find_begin_as_the_parameters(mode, tmp_path):
     run_ranks(_partly_loaded, 3, mode, tmp_path / "saved")
+
+
+class FailsOnce(torch.optim.AdamW):
+    """Raises when it has stepped, once told to."""
+
+    fails = False
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.fails:
+            self.fails = False
+            raise ValueError("failed as told")
+
+
+def _failed(rank, world, mode):
+    twins = MasterTwins(FailsOnce, mode, lr=0.01)
+    twins.step(3)
+    twins.opt.optim.fails = twins.plain.fails = True
+    for mine, theirs in zip(twins.ours, twins.theirs, strict=True):
+        mine.grad = values(mine.shape, 7, mine.dtype)
+        theirs.grad = mine.grad.float()
+    for optimizer in (twins.opt, twins.plain):
+        # (With a closure all buckets are stepped at once, so that it fails at the same place on every rank.)
+        assert "failed as told" in str(error_of(lambda optimizer=optimizer: optimizer.step(lambda: None)))
+    twins.step(2)
+    twins.check("after a step that failed")
+    twins.opt.check_replicas()
+
+
+@pytest.mark.parametrize("mode", KEPT)
+@pytest.mark.parametrize("world", [1, 3])
+def test_after_an_exception_in_the_middle_of_a_step_masters_are_as_far_as_the_state(world, mode):
+    run_ranks(_failed, world, mode)
+
+
+def _scaled_without_gradients(rank, world):
+    param = Parameter(torch.ones(30, dtype=torch.float16))
+    opt = ZeroRedundancyOptimizer([param], torch.optim.SGD, lr=1.0, master_weights=torch.float32)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(opt)
+    assert torch.equal(param.detach(), torch.ones(30, dtype=torch.float16))
+
+
+def test_a_scaler_steps_float16_masters_without_any_gradient():
+    run_ranks(_scaled_without_gradients, 2)

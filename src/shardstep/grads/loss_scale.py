@@ -29,8 +29,8 @@ def must_be_skipped(optimizer: Any) -> bool:
 
     The host waits for it, as it does inside of the scaler for optimizers that know nothing of scales.
     """
-    found_inf: Tensor | None = getattr(optimizer, "found_inf", None)
-    return found_inf is not None and bool(found_inf.item())
+    found_inf: Tensor | int | None = getattr(optimizer, "found_inf", None)  # 0: there was no gradient to look at
+    return found_inf is not None and bool(found_inf)
 
 
 @contextmanager

@@ -71,7 +71,9 @@ class LocalUpdate:
         masters.open(positions)
         if counter is not None:
             counter.before(positions)
-        yield
-        masters.close(positions, self._optimizer.param_groups)
+        try:
+            yield
+        finally:  # after an exception, too: masters are as far as the state is, and the parameters follow
+            masters.close(positions, self._optimizer.param_groups)
         if counter is not None:
             counter.after()
