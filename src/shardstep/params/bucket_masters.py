@@ -1,8 +1,7 @@
 """The float32 masters of one bucket, as far as this rank owns it: opened before an update, rounded after it.
 
 Masters lie in one flat range, each parameter where it lies in the bucket, so that a pass over all of them is a few
-calls. What a rank keeps between steps depends on the mode; what it needs for the time of an update is scratch memory
-(``scratch.py``).
+calls. What a rank keeps between steps depends on the mode; what it needs for the time of an update is scratch memory.
 """
 
 from __future__ import annotations
