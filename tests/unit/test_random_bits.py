@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from shardstep.params.random_bits import Draw, RandomBits, Segment, key_of
-from shardstep.params.rounding import Room
+from shardstep.params.random_bits import Counters, Draw, RandomBits, Segment, key_of
 
 DRAWS = [Draw(0, 0), Draw(0, 0)]
+BLOCK = 1 << 17
 
 
 def numbers(segments, numel, draws=DRAWS):
+    """All 16 bits of each, as a number from 0; -1 where there is no segment."""
     out = torch.full((numel,), -1, dtype=torch.int32)
-    for where, random in RandomBits(segments, numel, torch.device("cpu")).draw(draws, Room(numel, torch.device("cpu"))):
-        out[where] = random
+    cpu, low = torch.device("cpu"), segments[0].start
+    ranges = [slice(start, min(start + BLOCK, numel)) for start in range(low, numel, BLOCK)]
+    for where, random in zip(ranges, RandomBits(segments, ranges, cpu).draw(draws, Counters(BLOCK, cpu)), strict=True):
+        out[where] = random.to(torch.int32) & 0xFFFF
     return out
 
 

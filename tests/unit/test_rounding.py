@@ -132,7 +132,7 @@ def test_float16_keeps_signs_infinities_and_nan():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_stochastic_rounding_goes_up_as_often_as_it_should(dtype):
     """With each of the 65536 random numbers once: the share that goes up is exact to one in 65536 (float16: 8192)."""
-    random = LOWER.to(torch.int32)
+    random = LOWER.to(torch.int16)
     spacing = 2.0 ** (-7 if dtype == torch.bfloat16 else -10)
     for part in (0.0, 0.1, 0.5, 0.75):
         for sign in (1, -1):
@@ -144,7 +144,7 @@ def test_stochastic_rounding_goes_up_as_often_as_it_should(dtype):
 
 
 def test_stochastic_rounding_of_small_float16():
-    random = LOWER.to(torch.int32)
+    random = LOWER.to(torch.int16)
     for times in (0.0, 0.25, 1.5, 700.125, 1023.5):
         values = torch.full((1 << 16,), times * 2.0**-24)
         out = torch.empty_like(values, dtype=torch.float16)
@@ -157,18 +157,18 @@ def test_stochastic_rounding_leaves_what_is_representable_and_never_invents_infi
     exact = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(dtype)
     finite = exact[~exact.isnan()]
     for number in (0, 1, 0x8000, 0xFFFF):
-        random = torch.full(finite.shape, number, dtype=torch.int32)
+        random = torch.full(finite.shape, number, dtype=torch.int32).to(torch.int16)
         out = torch.empty_like(finite)
         round_stochastic(finite.to(torch.float32), random, out)
         assert torch.equal(_bits16(out), _bits16(finite))
         beyond = torch.tensor([3.4e38, -3.4e38, float("nan"), float("inf")])
         out = torch.empty(4, dtype=dtype)
-        round_stochastic(beyond, torch.full((4,), number, dtype=torch.int32), out)
+        round_stochastic(beyond, random[:4], out)
         largest = torch.finfo(dtype).max
         assert out[:2].tolist() == [largest, -largest]
         assert out[2].isnan()
         assert out[3].isinf()
     nan = _float32(torch.cat([0x7F800001 + 37 * torch.arange(1000), 0xFFFFFFFF - torch.arange(1000)]))
     out = torch.empty_like(nan, dtype=dtype)
-    round_stochastic(nan, torch.full(nan.shape, 0xFFFF, dtype=torch.int32), out)
+    round_stochastic(nan, torch.full(nan.shape, -1, dtype=torch.int16), out)
     assert out.isnan().all()

@@ -1,23 +1,35 @@
 """The float32 masters of one bucket, as far as this rank owns it: opened before an update, rounded after it.
 
-Masters lie in one flat range, each parameter where it lies in the bucket, so that a pass over all of them is a few
-calls. What a rank keeps between steps depends on the mode; what it needs for the time of an update is scratch memory.
+Masters lie in one flat range, each piece where it lies in the bucket. What a rank keeps between steps depends on the
+mode; what it needs for the time of an update is scratch memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from shardstep.layout.specs import Bucket, Layout, Piece
+from shardstep.params.master_blocks import Blocks, Place, Run, copied_numel, flat_memory, runs_of
 from shardstep.params.master_modes import MasterMode
 from shardstep.params.pieces import span_of
-from shardstep.params.random_bits import Draw, RandomBits, Segment, key_of
-from shardstep.params.rounding import Room, differ, join, round_nearest, round_stochastic, spans, split
+from shardstep.params.random_bits import Counters, Draw, RandomBits, Segment, key_of
+from shardstep.params.rounding import follow, join, round_nearest, round_stochastic, rounds_to, split
 
 _ALIGNMENT = 64  # elements: as torch's own allocations begin, and with the first element of a pair
+
+
+class Scratch(NamedTuple):
+    """Memory for the time of an update, which other buckets use, too."""
+
+    values: Tensor | None  # float32, for masters that are not kept as such
+    gradients: Tensor  # float32
+    narrow: Tensor  # int16, for copies of small parameters
+    row: Tensor | None  # int32, a block's worth. None: it is allocated where it is needed
+    counters: Counters | None  # for random rounding
 
 
 class BucketMasters:
@@ -29,19 +41,18 @@ class BucketMasters:
         start, stop = bucket.shard_range(rank)
         self._base = start - start % _ALIGNMENT
         self.numel = stop - self._base
-        self._is_tight = start == self._base
+        self._start = start - self._base
         self._specs = [layout.spec_of[piece.param] for piece in self.pieces]
         self.tensors: dict[int, Tensor] = {}  # for the local optimizer, by parameter
         self.kept: Tensor | None = None  # between steps: masters, or remainders. None: masters are the parameters
         self.stepped: set[int] = set()  # parameters that were, or whose masters were loaded
-        self._values = self._gradients = self._narrow = torch.empty(0)
         self._params: list[Tensor] = []  # by piece
         self._spans: list[Tensor] = []  # of the parameters, by piece
-        self._in_place: Tensor | None = None  # the memory of the parameters, if it lies as the masters do
-        self._narrow_spans: list[Tensor] | None = None  # of the copy of the parameters; None: they are used in place
+        self._runs: list[Run] = []
+        self._blocks: Blocks | None = None  # while there is scratch memory
         self._gradient_spans: list[Tensor] = []
         self._random: RandomBits | None = None
-        self._room: Room | None = None
+        self._counters: Counters | None = None
 
     # --- memory ---------------------------------------------------------------------------------------------------
 
@@ -53,12 +64,11 @@ class BucketMasters:
             for param, piece in zip(self._params, self.pieces, strict=True)
         ]
         self.device, self.dtype = self._params[0].device, self._params[0].dtype
-        self._in_place = self._memory_of_parameters(buffer)
+        self._runs = self._find_runs(buffer)
         if self.kept is not None and self.kept.device != self.device:
             self.kept = self.kept.to(self.device)
         if not self.tensors:
             self._make_tensors()
-        self._random = None
         self.unplace()
 
     def _make_tensors(self) -> None:
@@ -66,14 +76,15 @@ class BucketMasters:
             hollow = _hollow(self._shape(piece, param), self.device)
             self.tensors[piece.param] = torch.nn.Parameter(hollow, requires_grad=param.requires_grad)
 
-    def _memory_of_parameters(self, buffer: Tensor | None) -> Tensor | None:
-        """The parameters' own memory, if it is one range that lies as the masters do."""
-        if not self._is_tight:
-            return None
-        if buffer is not None:
-            return buffer[self._base : self._base + self.numel]
-        alone = len(self.pieces) == 1 and self._params[0].is_contiguous()
-        return self._spans[0].reshape(-1) if alone else None
+    def _find_runs(self, buffer: Tensor | None) -> list[Run]:
+        """Where the parameters are. With bucket views they lie as the masters do."""
+        places = [
+            Place(piece.offset - self._base, piece.offset - self._base + piece.numel, span)
+            for piece, span in zip(self.pieces, self._spans, strict=True)
+        ]
+        if buffer is None:
+            return runs_of(places, self.device)
+        return [Run(self._start, self.numel, places, buffer[self._base + self._start : self._base + self.numel])]
 
     @property
     def needs_values(self) -> bool:
@@ -81,30 +92,23 @@ class BucketMasters:
         return self.mode is not MasterMode.FLOAT32
 
     @property
-    def needs_narrow(self) -> bool:
-        """Whether it needs scratch memory for a copy of the parameters."""
-        return self._in_place is None
+    def copied_numel(self) -> int:
+        """How many elements it copies, because their parameters are small."""
+        return copied_numel(self._runs)
 
-    def place(self, values: Tensor | None, gradients: Tensor, narrow: Tensor | None, room: Room) -> None:
-        """Use this scratch memory from now on; ``values``, ``narrow``: if it is needed."""
-        self._room = room
-        if self.mode is MasterMode.FLOAT32:
-            values = self._kept_or_new()
+    def place(self, scratch: Scratch) -> None:
+        """Use this memory from now on."""
+        values = self._kept_or_new() if self.mode is MasterMode.FLOAT32 else scratch.values
         assert values is not None
-        self._values, self._gradients = values, gradients
+        kept = self._kept_or_new() if self.mode is MasterMode.REMAINDER else None
         self._point_at(values)
-        self._gradient_spans = self._spans_in(gradients)
-        if self._in_place is not None:
-            self._narrow, self._narrow_spans = self._in_place, None
-        else:
-            assert narrow is not None
-            self._narrow = narrow.view(self.dtype)
-            self._narrow_spans = self._spans_in(self._narrow)
+        self._gradient_spans = self._spans_in(scratch.gradients)
+        self._blocks = Blocks(self._runs, values, kept, scratch.narrow.view(self.dtype), scratch.row)
+        self._counters = scratch.counters
 
     def unplace(self) -> None:
         """Let go of scratch memory."""
-        self._values = self._gradients = self._narrow = torch.empty(0)
-        self._narrow_spans, self._gradient_spans, self._room = None, [], None
+        self._blocks, self._gradient_spans, self._random, self._counters = None, [], None, None
         if self.mode is MasterMode.FLOAT32 and self.kept is not None:
             self._point_at(self.kept)
             return
@@ -136,26 +140,27 @@ class BucketMasters:
         """The pieces in a flat range, each in the shape and order of its parameter's."""
         found = []
         for piece, span in zip(self.pieces, self._spans, strict=True):
-            start = piece.offset - self._base
-            part = flat[start : start + piece.numel]
-            dense = span.is_contiguous() or not _is_dense(span)
-            found.append(part.view(span.shape) if dense else part.as_strided(span.shape, span.stride()))
+            part = self._range(flat, piece)
+            as_it_lies = not span.is_contiguous() and flat_memory(span) is not None
+            found.append(part.as_strided(span.shape, span.stride()) if as_it_lies else part.view(span.shape))
         return found
+
+    def _range(self, flat: Tensor, piece: Piece) -> Tensor:
+        return flat[piece.offset - self._base : piece.offset - self._base + piece.numel]
 
     # --- an update ------------------------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Have the masters in the tensors of the local optimizer, after what was done to the parameters."""
-        narrow = self._read()
-        if self.mode is MasterMode.STOCHASTIC:
-            self._values.copy_(narrow)
-            return
-        kept = self._kept_or_new()
-        for part in spans(self.numel, self.device):
-            if self.mode is MasterMode.REMAINDER:
-                join(narrow[part], kept[part], self._values[part])
+        assert self._blocks is not None
+        self._blocks.read()
+        for _, values, narrow, kept, scratch in self._blocks:
+            if self.mode is MasterMode.STOCHASTIC:
+                values.copy_(narrow)
+            elif kept is not None:
+                join(narrow, kept, values, scratch)
             else:
-                _follow(narrow[part], self._values[part], self._room)
+                follow(values, narrow, scratch)
 
     def take_gradients(self, gradients: Mapping[int, Tensor], factor: Tensor | None) -> None:
         """Give the masters their gradients, cast up, and multiplied by ``factor``; none to those without."""
@@ -179,41 +184,32 @@ class BucketMasters:
 
     def close(self, draws: Sequence[Draw]) -> None:
         """Round the masters into the parameters. ``draws``: by group, for random rounding."""
+        assert self._blocks is not None
         if self.mode is MasterMode.STOCHASTIC:
-            assert self._room is not None
-            for part, random in self._random_bits().draw(draws, self._room):
-                round_stochastic(self._values[part], random, self._narrow[part], self._room)
+            self._round_at_random(self._blocks, draws)
         else:
-            kept = self._kept_or_new()
-            for part in spans(self.numel, self.device):
-                if self.mode is MasterMode.REMAINDER:
-                    split(self._values[part], self._narrow[part], kept[part], self._room)
+            for _, values, narrow, kept, scratch in self._blocks:
+                if kept is not None:
+                    split(values, narrow, kept, scratch)
                 else:
-                    round_nearest(self._values[part], self._narrow[part], self._room)
-        self._write()
+                    round_nearest(values, narrow, scratch)
+        self._blocks.write()
+        torch.autograd.graph.increment_version(self._params)
 
-    def _random_bits(self) -> RandomBits:
+    def _round_at_random(self, blocks: Blocks, draws: Sequence[Draw]) -> None:
         if self._random is None:
-            segments = []
-            for piece, spec in zip(self.pieces, self._specs, strict=True):
-                start = piece.offset - self._base
-                key = key_of(spec.name, spec.index)
-                segments.append(Segment(start, start + piece.numel, piece.start, key, spec.group))
-            self._random = RandomBits(segments, self.numel, self.device)
-        return self._random
+            self._random = RandomBits(self._segments(), [block.where for block in blocks], self.device)
+        assert self._counters is not None
+        for block, random in zip(blocks, self._random.draw(draws, self._counters), strict=True):
+            round_stochastic(block.values, random, block.narrow, block.scratch)
 
-    def _read(self) -> Tensor:
-        """The parameters in one flat range."""
-        if self._narrow_spans is not None:
-            self._copy_parameters(self._narrow_spans)
-        return self._narrow
-
-    def _write(self) -> None:
-        if self._narrow_spans is not None:
-            with torch.no_grad():
-                torch._foreach_copy_(self._spans, self._narrow_spans)
-        else:
-            torch.autograd.graph.increment_version(self._params)
+    def _segments(self) -> list[Segment]:
+        starts = [piece.offset - self._base for piece in self.pieces]
+        return [
+            Segment(start, start + piece.numel, piece.start, key_of(spec.name, spec.index), spec.group)
+            for start, piece, spec in zip(starts, self.pieces, self._specs, strict=True)
+            if piece.numel
+        ]
 
     # --- state ----------------------------------------------------------------------------------------------------
 
@@ -221,26 +217,23 @@ class BucketMasters:
         """The masters of pieces that were stepped, as the parameters are now: what is kept, or made for the caller."""
         if self.kept is None or not self.mode.is_kept:
             return {}
-        narrow = self._copied_parameters()
-        wide = (
-            self._followed(narrow) if self.mode is MasterMode.FLOAT32 else torch.empty(self.numel, device=self.device)
-        )
-        if self.mode is MasterMode.REMAINDER:
-            for part in spans(self.numel, self.device):
-                join(narrow[part], self.kept[part], wide[part])
+        narrow = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        self._copy_parameters(self._spans_in(narrow))
+        wide = self._followed(narrow)
         found = zip(self.pieces, self._spans_in(wide), strict=True)
         return {piece.param: span for piece, span in found if piece.param in self.stepped}
 
     def _followed(self, narrow: Tensor) -> Tensor:
         """What is kept; a copy if parameters were changed. Who swaps weights, saves and swaps back, keeps masters."""
         assert self.kept is not None
-        wide = self.kept
-        for part in spans(self.numel, self.device):
-            rounded = torch.empty_like(narrow[part])
-            round_nearest(self.kept[part], rounded)
-            if differ(rounded, narrow[part]):
-                wide = wide.clone() if wide is self.kept else wide
-                _follow(narrow[part], wide[part])
+        if self.mode is MasterMode.REMAINDER:
+            wide = torch.empty(self.numel, device=self.device)
+            join(narrow, self.kept, wide)
+            return wide
+        if rounds_to(self.kept, narrow):
+            return self.kept
+        wide = self.kept.clone()
+        follow(wide, narrow)
         return wide
 
     def load(self, weights: Mapping[int, Tensor]) -> None:
@@ -266,14 +259,6 @@ class BucketMasters:
                 torch._foreach_copy_(self._spans, self._spans_in(narrow))
         self.unplace()
 
-    def _copied_parameters(self) -> Tensor:
-        """The parameters in one flat range: their own memory, or new."""
-        if self._in_place is not None:
-            return self._in_place
-        narrow = torch.zeros(self.numel, dtype=self.dtype, device=self.device)
-        self._copy_parameters(self._spans_in(narrow))
-        return narrow
-
 
 def _hollow(shape: tuple[int, ...], device: torch.device) -> Tensor:
     """Zeros of a shape, with memory for one element.
@@ -284,24 +269,3 @@ def _hollow(shape: tuple[int, ...], device: torch.device) -> Tensor:
     if torch.Size(shape).numel() <= 1:
         return torch.zeros(shape, device=device)
     return torch.zeros((), device=device).expand(shape)
-
-
-def _follow(narrow: Tensor, master: Tensor, room: Room | None = None) -> None:
-    """Where the parameter is not what its master rounds to, somebody has changed it: the master begins as it is."""
-    rounded = torch.empty_like(narrow) if room is None else room.row(1, narrow.numel()).view(narrow.dtype)
-    rounded = rounded[: narrow.numel()]
-    round_nearest(master, rounded, room)
-    if not differ(rounded, narrow):
-        return
-    changed = rounded.view(torch.int16) != narrow.view(torch.int16)
-    torch.where(changed, narrow.to(torch.float32), master, out=master)
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie side by side, in any order of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True

@@ -6,8 +6,8 @@ parameters (``close``), which are gathered in 16 bits.
 
 [Note: scratch memory]
 Between steps a rank keeps what the mode says. For the time of an update it needs float32 memory for gradients, for
-masters that are not kept as such, and a flat copy of the parameters where they do not lie as the masters do. Buckets
-that are stepped one after the other use the same memory, so that is as much as the largest needs. An optimizer whose
+masters that are not kept as such, and copies of small parameters side by side (``master_blocks.py``). Buckets that are
+stepped one after the other use the same memory, so that is as much as the largest needs. An optimizer whose
 step cannot be split, and a step with a closure, has all of it at once.
 """
 
@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from shardstep.layout.specs import Layout
-from shardstep.params.bucket_masters import BucketMasters
+from shardstep.params.bucket_masters import BucketMasters, Scratch
+from shardstep.params.master_blocks import block_size
 from shardstep.params.master_modes import MasterMode, MasterSettings
-from shardstep.params.random_bits import Draw
-from shardstep.params.rounding import Room
+from shardstep.params.random_bits import Counters, Draw
 
 # Options of a group that is rounded at random. They are saved with the others, so a resumed run goes on with the same.
 SEED, STEP = "rounding_seed", "rounding_step"
@@ -94,20 +94,19 @@ class Masters:
     def _place(self, buckets: Sequence[BucketMasters], device: torch.device, whole: bool) -> None:
         gradients = _Pool(buckets, whole)
         values = _Pool([bucket for bucket in buckets if bucket.needs_values], whole)
-        narrow = _Pool([bucket for bucket in buckets if bucket.needs_narrow], whole=False)  # used for a moment only
-        memory = [
-            torch.zeros(pool.numel, dtype=dtype, device=device)
-            for pool, dtype in ((gradients, torch.float32), (values, torch.float32), (narrow, torch.int16))
-        ]
-        room = Room(max((bucket.numel for bucket in buckets), default=0), device)
-        self._scratch += [*memory, room.memory]
+        copied = max((bucket.copied_numel for bucket in buckets), default=0)  # used for a moment, one after the other
+        wide, cast = (torch.zeros(pool.numel, dtype=torch.float32, device=device) for pool in (values, gradients))
+        narrow = torch.zeros(copied, dtype=torch.int16, device=device)
+        size = min(max((bucket.numel for bucket in buckets), default=0), block_size(device))
+        # Accelerators have allocators that keep memory.
+        row = torch.empty(size, dtype=torch.int32, device=device) if device.type == "cpu" else None
+        at_random = any(bucket.mode is MasterMode.STOCHASTIC for bucket in buckets)
+        counters = Counters(size, device) if at_random else None
+        self._scratch += [wide, cast, narrow, *([] if row is None else [row])]
+        self._scratch += [] if counters is None else [counters.steps, counters.memory]
         for bucket in buckets:
-            bucket.place(
-                values=values.part(memory[1], bucket) if bucket.needs_values else None,
-                gradients=gradients.part(memory[0], bucket),
-                narrow=narrow.part(memory[2], bucket) if bucket.needs_narrow else None,
-                room=room,
-            )
+            lent = values.part(wide, bucket) if bucket.needs_values else None
+            bucket.place(Scratch(lent, gradients.part(cast, bucket), narrow, row, counters))
 
     def memory(self) -> list[Tensor]:
         """What is kept between steps: masters and remainders."""

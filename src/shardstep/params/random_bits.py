@@ -15,8 +15,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from shardstep.params.rounding import Room, spans
-
 _WORD = 1 << 32
 
 
@@ -44,79 +42,94 @@ def key_of(name: str | None, index: int) -> int:
 
 
 class _Part(NamedTuple):
-    """A range of the buffer, and which segments are in it."""
+    """A range of the buffer, and the stretches in it that have keys of their own."""
 
     where: slice
-    segments: slice
-    counts: Tensor | None  # pairs of elements per segment; None: there is one segment
+    columns: slice  # of the keys
+    counts: Tensor | None  # pairs of elements per stretch; None: there is one
+
+
+class Counters:
+    """Memory that numbers are made in, for ranges of up to ``numel`` elements. Who makes some overwrites the last."""
+
+    def __init__(self, numel: int, device: torch.device) -> None:
+        pairs = numel // 2 + 1
+        self.steps = torch.arange(pairs, dtype=torch.int32, device=device).mul_(_STEP)
+        self.memory = torch.empty(2, pairs, dtype=torch.int32, device=device)
 
 
 class RandomBits:
-    """The random numbers for one flat buffer: 16 for each element, as int32."""
+    """The random numbers for one flat buffer: 16 bits for each element of some ranges, the next range at a time."""
 
-    def __init__(self, segments: Sequence[Segment], numel: int, device: torch.device) -> None:
+    def __init__(self, segments: Sequence[Segment], ranges: Sequence[slice], device: torch.device) -> None:
+        """``ranges``: each with a part of at least one segment in it."""
         split = [part for segment in segments for part in _at_word_boundaries(segment)]
-        self._groups = [segment.group for segment in split]
+        starts, ends = [segment.start for segment in split], [segment.stop for segment in split]
         self._device = device
-        rows = [
-            [_signed((segment.first >> 1) - (segment.start >> 1)) for segment in split],
-            [_signed(segment.key) for segment in split],
-            [_signed((segment.key >> 32) + 0x9E3779B9 * (segment.first >> 33)) for segment in split],
-        ]
-        self._rows = torch.tensor(rows, dtype=torch.int32, device=device).view(3, len(split))
-        self._parts = [part for where in spans(numel, device) for part in self._part(split, where)]
+        self._groups: list[int] = []  # by column
+        self._parts: list[_Part] = []
+        columns: list[tuple[int, int, int]] = []
+        for where in ranges:
+            inside = split[bisect_right(ends, where.start) : bisect_left(starts, where.stop)]
+            first = len(columns)
+            columns += [_column(segment, where) for segment in inside]
+            self._groups += [segment.group for segment in inside]
+            self._parts.append(_Part(where, slice(first, len(columns)), self._counts(inside, where)))
+        self._columns = torch.tensor(columns, dtype=torch.int32, device=device).view(len(columns), 3).T.contiguous()
 
-    def _part(self, segments: Sequence[Segment], where: slice) -> Iterator[_Part]:
-        low = bisect_right([segment.stop for segment in segments], where.start)
-        high = bisect_left([segment.start for segment in segments], where.stop)
-        if low >= high:
-            return
-        if high - low == 1:
-            yield _Part(where, slice(low, high), None)
-            return
-        # What lies between two segments is padding: whatever it gets.
-        starts = [where.start, *(segment.start for segment in segments[low + 1 : high])]
-        pairs = [start >> 1 for start in starts] + [(where.stop + 1) >> 1]
-        counts = [after - before for before, after in pairwise(pairs)]
-        yield _Part(where, slice(low, high), torch.tensor(counts, device=self._device))
+    def _counts(self, inside: Sequence[Segment], where: slice) -> Tensor | None:
+        """What lies between two segments is padding: whatever it gets."""
+        if len(inside) == 1:
+            return None
+        starts = [where.start, *(segment.start for segment in inside[1:]), where.stop + 1]
+        counts = [(after >> 1) - (before >> 1) for before, after in pairwise(starts)]
+        return torch.tensor(counts, device=self._device)
 
-    def draw(self, draws: Sequence[Draw], room: Room) -> Iterator[tuple[slice, Tensor]]:
-        """Range by range, its random numbers, in the second row of ``room``. ``draws``: by group."""
-        if not self._groups:
+    def draw(self, draws: Sequence[Draw], counters: Counters) -> Iterator[Tensor]:
+        """Range by range, its random numbers (int16), in the memory of ``counters``. ``draws``: by group."""
+        if not self._parts:
             return
         keys = self._keys(draws)
-        for where, segments, counts in self._parts:
-            first, stop = where.start >> 1, (where.stop + 1) >> 1
-            chosen = keys[:, segments]
+        for where, columns, counts in self._parts:
+            pairs = _pairs(where)
+            chosen = keys[:, columns]
             if counts is not None:
-                chosen = chosen.repeat_interleave(counts, dim=1, output_size=stop - first)
-            base, key, other = chosen
-            bits, moved = room.row(0, 2 * (stop - first)).chunk(2)
-            torch.arange(stop - first, out=bits)
-            bits.add_(base + _signed(first)).bitwise_xor_(key)
-            _fold(bits, 16, moved).mul_(_FIRST).bitwise_xor_(other)
+                chosen = chosen.repeat_interleave(counts, dim=1, output_size=pairs)
+            begin, key = chosen
+            bits, moved = counters.memory[:, :pairs]
+            torch.add(counters.steps[:pairs], begin, out=bits)
+            _fold(bits, 16, moved).mul_(_FIRST).bitwise_xor_(key)
             _fold(bits, 15, moved).mul_(_SECOND)
-            _fold(bits, 16, moved)
-            count = where.stop - where.start
-            numbers = room.row(1, count)
-            yield where, numbers.copy_(bits.view(torch.int16)[:count]).bitwise_and_(0xFFFF)
+            offset = where.start & 1
+            yield _fold(bits, 16, moved).view(torch.int16)[offset : offset + where.stop - where.start]
 
     def _keys(self, draws: Sequence[Draw]) -> Tensor:
-        """By segment: where it counts from, and two keys."""
-        words = [_words_of(draws[group]) for group in dict.fromkeys(self._groups)]
-        if len(set(words)) == 1:
-            one, other = words[0]
-            mixed = [self._rows[1].bitwise_xor(one), self._rows[2].bitwise_xor(other)]
+        """By column: where its counter begins, and the second key."""
+        words = {group: _words_of(draws[group]) for group in dict.fromkeys(self._groups)}
+        if len(set(words.values())) == 1:
+            one, other = next(iter(words.values()))
+            mixed = [self._columns[1].bitwise_xor(one), self._columns[2].bitwise_xor(other)]
         else:
-            by_segment = [_words_of(draws[group]) for group in self._groups]
-            table = torch.tensor(by_segment, dtype=torch.int32, device=self._device)
-            mixed = [self._rows[1].bitwise_xor(table[:, 0]), self._rows[2].bitwise_xor(table[:, 1])]
+            table = torch.tensor([words[group] for group in self._groups], dtype=torch.int32, device=self._device)
+            mixed = [self._columns[1].bitwise_xor(table[:, 0]), self._columns[2].bitwise_xor(table[:, 1])]
         for row in mixed:
             moved = torch.empty_like(row)
             _fold(row, 16, moved).mul_(_SECOND)
             _fold(row, 13, moved).mul_(_FIRST)
             _fold(row, 16, moved)
-        return torch.stack([self._rows[0], *mixed])
+        return torch.stack([mixed[0].add_(self._columns[0]), mixed[1]])
+
+
+def _column(segment: Segment, where: slice) -> tuple[int, int, int]:
+    """Of a segment in a range: how far its counter is at the beginning of the range, and its two keys."""
+    pair = (segment.first >> 1) - (segment.start >> 1) + (where.start >> 1)
+    other = (segment.key >> 32) + 0x9E3779B9 * (segment.first >> 33)
+    return _signed(pair * _STEP), _signed(segment.key), _signed(other)
+
+
+def _pairs(where: slice) -> int:
+    """How many pairs of neighbours a range touches."""
+    return ((where.stop + 1) >> 1) - (where.start >> 1)
 
 
 def _at_word_boundaries(segment: Segment) -> Iterator[Segment]:
@@ -142,8 +155,9 @@ def _signed(value: int) -> int:
     return value - _WORD if value >= _WORD // 2 else value
 
 
-# Multipliers of a hash that changes every bit of its result with about half of the probability if one bit changes.
-_FIRST, _SECOND = _signed(0x7FEB352D), _signed(0x846CA68B)
+# Multipliers of a hash that changes every bit of its result with about half of the probability if one bit changes, and
+# an odd number by which a counter steps, so that neighbours differ in many bits.
+_FIRST, _SECOND, _STEP = _signed(0x7FEB352D), _signed(0x846CA68B), _signed(0x9E3779B9)
 
 
 def _fold(bits: Tensor, by: int, moved: Tensor) -> Tensor:
