@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from shardstep.params.rounding import join, round_nearest, round_stochastic, split
+from shardstep.params.rounding import follow, join, round_nearest, round_stochastic, rounds_to, split
 
 LOWER = torch.arange(1 << 16, dtype=torch.int64)
 UPPER = {
@@ -101,6 +101,42 @@ def test_a_parameter_that_was_changed_keeps_the_lower_half_and_is_what_the_maste
     kept = remainder >= 0 if value == 0 else remainder <= 0 if value in (float("inf"), -float("inf")) else LOWER >= 0
     assert torch.equal((_bits32(master) & 0xFFFF)[kept], (remainder.to(torch.int64) & 0xFFFF)[kept])
     assert torch.equal(_bits32(master)[~kept], _bits16(param)[~kept] << 16)
+
+
+@pytest.mark.parametrize("sign", [0, 0x8000])
+@pytest.mark.parametrize("upper", [value for value in UPPER.values() if value != 0x7F80])
+def test_whether_a_parameter_was_changed_is_seen_for_every_lower_half(upper, sign):
+    """Element by element: what it was rounded to is unchanged, and each of its two neighbours is a change."""
+    values = _float32(((sign | upper) << 16) + LOWER)
+    param = _rounded(values, torch.bfloat16)
+    assert rounds_to(values, param)
+    for step in (1, -1):
+        neighbour = ((_bits16(param) + step) & 0xFFFF).to(torch.int32).to(torch.int16).view(torch.bfloat16)
+        for place in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+            changed = param.clone()
+            changed[place] = neighbour[place]
+            assert not rounds_to(values, changed), place
+            followed = values.clone()
+            follow(followed, changed)
+            expected = values.clone()
+            expected[place] = changed[place].to(torch.float32)
+            equal = (_bits32(followed) == _bits32(expected)) | (followed.isnan() & expected.isnan())
+            assert equal.all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_is_not_finite_or_very_small_is_unchanged_if_nobody_changed_it(dtype):
+    values = torch.tensor([0.0, -0.0, 1e-45, -1e-40, float("inf"), -float("inf"), 3.4e38, float("nan"), 1.0])
+    param = _rounded(values, dtype)
+    followed = values.clone()
+    follow(followed, param)
+    nan = values.isnan()
+    assert torch.equal(_bits32(followed)[~nan], _bits32(values)[~nan])
+    assert followed[nan].isnan().all()
+    param[4] = 2.0
+    follow(followed, param)
+    assert followed[4] == 2.0
+    assert torch.equal(_bits32(followed)[5:7], _bits32(values)[5:7])
 
 
 def test_float16_rounds_to_nearest_with_ties_away_from_zero():
