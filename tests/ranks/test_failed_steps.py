@@ -28,7 +28,7 @@ STEPPING_HOOKS = ("hook", "scattering hook")
 
 
 class Fragile(torch.optim.AdamW):
-    """Raises at one of its calls, of which there is one per bucket: before it has updated anything of that, or after."""
+    """Raises at one of its calls, of which there is one per bucket: before it has updated that, or after."""
 
     calls, fails_at, fails_late = 0, 0, False
 

@@ -163,17 +163,3 @@ def test_low_bit_state_of_masters_is_that_over_float32_copies(name, sharded):
     if name != "PackedMomentum":
         pytest.importorskip("torchao")
     run_ranks(_low_bit, 3, name, sharded, timeout=170)
-
-
-def _blocks_of_bitsandbytes(rank, world, sharded):
-    from bitsandbytes.optim import AdamW8bit
-
-    twins = MasterTwins(AdamW8bit, KEPT, shapes=[(128, 64), (64,), (5000,)], sharded=sharded, lr=0.01)
-    twins.step(5)
-    twins.check(f"bitsandbytes {sharded}")
-
-
-@pytest.mark.parametrize("sharded", [{}, {"shard": "tensor", "parameters_as_bucket_view": True}])
-def test_blocks_of_bitsandbytes_see_float32_with_and_without_views(sharded):
-    pytest.importorskip("bitsandbytes")
-    run_ranks(_blocks_of_bitsandbytes, 3, sharded)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
@@ -50,10 +51,15 @@ class ByHand:
             param.data.copy_(rounded(master.detach(), torch.bfloat16))
 
 
-def of_ddp(rank, counts, divides):
-    """The masters of the rank that has the most batches, which sees every step."""
+def of_ddp(rank, counts, divides, in_hook):
+    """The masters of the rank that has the most batches, which sees every step.
+
+    ``in_hook``: DDP reduces with a hook, which divides by the number of ranks whatever Join is told.
+    """
     hand = ByHand()
     ddp = DistributedDataParallel(hand.model)
+    if in_hook:
+        ddp.register_comm_hook(None, allreduce_hook)
     with Join([ddp], divide_by_initial_world_size=divides):
         for step in range(counts[rank]):
             hand.model.zero_grad()
@@ -85,7 +91,7 @@ def _uneven(rank, world, way):
     counts = COUNTS[world]
     for divides in (True, False):
         if way in REDUCED_BY_DDP:
-            expected = of_ddp(rank, counts, divides)
+            expected = of_ddp(rank, counts, divides, in_hook=way != "ddp")
         else:
             expected = of_one_process(counts, divides, wide="float32" in way)
         for mode, shard in zip(KEPT, ("element", "tensor"), strict=True):
