@@ -199,7 +199,7 @@ class Engine:
         with self._all_active() if self._has_frozen_state() else nullcontext():
             step = Step(self)
             self.local.prepare(whole=True)
-            step.update = partial(self.local.whole, getattr(self.optimizer, mode))
+            step.update = partial(self.local.switch, getattr(self.optimizer, mode))
             with step.failing_together(mode):
                 step.finish()
         self.local.end()

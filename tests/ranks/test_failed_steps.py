@@ -17,6 +17,7 @@ from torch import nn
 
 from shardstep.comm import host_channel
 from tests.harness import run_ranks
+from tests.ranks.test_masters import rounded
 from tests.ranks.test_masters_modes import connect
 from tests.surroundings import choose
 from tests.twins import values
@@ -150,3 +151,28 @@ def test_ranks_that_raise_at_different_buckets_with_lazy_gathers_and_bucket_view
         places = (2, 5, 0)
         results = run_ranks(_differently, 3, way, "remainder", places, False, options, pg_timeout=LONG, fresh=True)
         check_told(way, places, results)
+
+
+def _alike(rank, world, way, mode, late):
+    """All ranks raise at the same bucket: the next step goes on, and ends with the same parameters everywhere."""
+    program = Program(way, mode)
+    program.iterate(0)
+    Fragile.fails_at, Fragile.fails_late = Fragile.calls + 3, late
+    opt, param = program.opt, next(program.model.parameters())
+    told = program.outcomes({"iterate": lambda: program.iterate(1)})
+    assert "broken on purpose" in told["iterate"]
+    if not late:  # else the bucket was updated by its owners, and not sent
+        opt.check_replicas()
+    steps = opt.full_state(param)["step"]
+    program.iterate(2)
+    opt.check_replicas()
+    assert opt.full_state(param)["step"] == steps + 1
+    for place, one in enumerate(program.model.parameters() if mode is not None else ()):
+        assert torch.equal(one.detach(), rounded(opt.full_state(one)["master_weight"], torch.bfloat16)), place
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("mode", [None, torch.float32, "remainder"])
+@pytest.mark.parametrize("way", ["ddp", "sharded", "under ddp"])
+def test_after_ranks_raised_at_the_same_bucket_training_goes_on_in_every_mode(way, mode, late):
+    run_ranks(_alike, 3, way, mode, late, pg_timeout=20)

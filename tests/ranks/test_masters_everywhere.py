@@ -6,6 +6,8 @@ groups are added, a scaler skips. (``test_masters_around.py`` has more of each, 
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch import nn
@@ -198,6 +200,86 @@ def _frozen(rank, world, way):
 @pytest.mark.parametrize("way", WAYS)
 def test_masters_of_frozen_parameters_stay_and_go_on_wherever_gradients_come_from(way):
     run_ranks(_frozen, 3, way)
+
+
+class Branching(nn.Module):
+    """Of three layers the middle one is used only if asked for."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(7)
+        self.layers = nn.ModuleList(nn.Linear(17, 17) for _ in range(3)).to(torch.bfloat16)
+
+    def forward(self, inputs, with_middle):
+        out = torch.tanh(self.layers[0](inputs))
+        out = torch.tanh(self.layers[1](out)) if with_middle else out
+        return self.layers[2](out)
+
+
+def _accumulated(rank, world, way):
+    """Two backwards for a step, the first without reducing; clipped; in the first two steps a layer is unused."""
+    for mode, shard in zip(KEPT, ("element", "tensor"), strict=True):
+        model = Branching()
+        params = list(model.parameters())
+        copies = [Parameter(param.detach().float()) for param in params]
+        plain = torch.optim.AdamW(copies, lr=0.01, weight_decay=0.1)
+        net, opt = connect(
+            way,
+            model,
+            model.named_parameters(),
+            shard=shard,
+            master_weights=mode,
+            weight_decay=0.1,
+            ddp={"find_unused_parameters": True},
+        )
+        no_sync = opt.no_sync if way.startswith("sharded") else net.no_sync
+        for step in range(5):
+            opt.zero_grad()
+            for part, context in enumerate((no_sync, contextlib.nullcontext)):
+                with context():
+                    batch = values((4, 17), 1000 * step + 10 * part + rank, torch.bfloat16)
+                    net(batch, with_middle=step >= 2).float().pow(2).mean().backward()
+            opt.clip_grad_norm_(0.3)
+            for param, copy in zip(params, copies, strict=True):
+                gradient = opt.full_grad(param)
+                copy.grad = None if gradient is None else gradient.to(torch.float32, copy=True)
+            assert (copies[2].grad is None) == (step < 2)
+            opt.step()
+            plain.step()
+        for position, (param, copy) in enumerate(zip(params, copies, strict=True)):
+            master = opt.full_state(param)["master_weight"]
+            assert torch.equal(master, copy.detach()), f"{way} {mode} {shard}: {position}"
+            assert torch.equal(param.detach(), rounded(master, torch.bfloat16)), f"{way} {mode} {shard}: {position}"
+        opt.check_replicas()
+
+
+@pytest.mark.parametrize("way", ["ddp", "sharded", "sharded in float32", "under ddp"])
+def test_accumulation_clipping_and_unused_parameters_wherever_gradients_come_from(way):
+    run_ranks(_accumulated, 3, way)
+
+
+def _closures(rank, world, way):
+    for mode, shard in zip(KEPT, ("element", "tensor"), strict=True):
+        run = Run(way, mode, shard)
+        for step in range(3):
+
+            def closure(run=run, step=step):
+                run.opt.zero_grad()
+                run.backward(rank, step)
+                for copy, gradient in zip(run.copies, run.gradients(), strict=True):
+                    copy.grad = gradient.detach().to(torch.float32, copy=True)
+                return torch.tensor(float(step))
+
+            assert run.opt.step(closure) == step
+            run.plain.step()
+            run.check(f"{way} {mode} {shard}, a closure")
+        run.iterate(rank, 9)
+        run.check(f"{way} {mode} {shard}, after closures")
+
+
+@pytest.mark.parametrize("way", ["sharded", "sharded in float32", "under ddp"])
+def test_closures_step_masters_with_sharded_gradients(way):
+    run_ranks(_closures, 3, way)
 
 
 class Growing(nn.Module):

@@ -166,7 +166,7 @@ class RankConsensus:
         Looks only; never waits. ``has_reported``: this rank has failed itself, and reported that.
         """
         number = self._number if has_reported else self._number + 1
-        return self._watch.ask_after_failure(lambda: self._find_failure(number, place, among), _PATIENCE)
+        return self._watch.glance(lambda: self._find_failure(number, place, among), _SAME_TIME)
 
     def _find_failure(self, number: int, place: int, among: Sequence[int]) -> RankFailed | None:
         store, prefix = self.group.store, self._prefix(number)

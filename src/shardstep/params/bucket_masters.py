@@ -72,7 +72,8 @@ class BucketMasters:
             return None
         if buffer is not None:
             return buffer[self._base : self._base + self.numel]
-        alone = len(self.pieces) == 1 and self._params[0].is_contiguous()
+        # (Behind the last piece a shard may have padding.)
+        alone = len(self.pieces) == 1 and self._params[0].is_contiguous() and self._spans[0].numel() == self.numel
         return self._spans[0].reshape(-1) if alone else None
 
     @property
