@@ -236,7 +236,7 @@ def _lost_around_switches(rank, world, mode):
     from schedulefree import AdamWScheduleFree
 
     param = Parameter(torch.ones(300, dtype=torch.bfloat16))
-    opt = ZeroRedundancyOptimizer([param], AdamWScheduleFree, lr=0.5, master_weights=mode)
+    opt = ZeroRedundancyOptimizer([param], AdamWScheduleFree, lr=0.5, master_weights=mode, shard="tensor")
     opt.train()
     with opt.count_lost_updates() as lost:
         for _ in range(2):
