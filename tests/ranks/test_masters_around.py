@@ -436,7 +436,13 @@ def test_what_cannot_be_is_an_error_that_names_group_dtype_and_remedy():
             build([{"params": [bf16()]}, {"params": [Parameter(torch.ones(3))], "master_weights": "remainder"}]),
             ["parameter group 1", "float32 only", "Drop master_weights"],
         ),
+        (
+            build([{"params": [bf16()]}, {"params": [], "master_weights": torch.float32}]),
+            ["parameter group 1", "the group has no parameters.", "Drop master_weights"],
+        ),
+        (build([bf16()], master_weights=True), ["got True"]),
         (build([bf16()], master_weights="stochastic", rounding_seed="x"), ["rounding_seed", "'x'"]),
+        (build([bf16()], master_weights="stochastic", rounding_seed=True), ["rounding_seed", "True"]),
     ]
     for call, parts in cases:
         error = error_of(call)
