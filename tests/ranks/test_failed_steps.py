@@ -17,6 +17,7 @@ from torch import nn
 
 from shardstep.comm import host_channel
 from tests.harness import run_ranks
+from tests.meshes import mesh_of
 from tests.ranks.test_masters import rounded
 from tests.ranks.test_masters_modes import connect
 from tests.surroundings import choose
@@ -176,3 +177,18 @@ def _alike(rank, world, way, mode, late):
 @pytest.mark.parametrize("way", ["ddp", "sharded", "under ddp"])
 def test_after_ranks_raised_at_the_same_bucket_training_goes_on_in_every_mode(way, mode, late):
     run_ranks(_alike, 3, way, mode, late, pg_timeout=20)
+
+
+def _in_one_replica(rank, world):
+    """Of a mesh (2, 2) the first shard group fails, at different buckets."""
+    return _differently(rank, world, "ddp", torch.float32, (2, 5, 0, 0), False, {"process_group": mesh_of((2, 2))})
+
+
+def test_a_shard_group_that_fails_is_told_at_once_and_the_other_replica_at_its_next_collective():
+    results = run_ranks(_in_one_replica, 4, pg_timeout=LONG, fresh=True)
+    for rank, (told, seconds) in enumerate(results):
+        assert seconds < SOON, told
+        assert bool(told["iterate"]) == (rank < 2), told
+        for name in COLLECTIVES:
+            assert "did not call it" in told[name] or "Start the processes again" in told[name], (rank, name, told)
+            assert "ArithmeticError: broken on purpose" in told[name], (rank, name, told)
