@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -140,7 +141,8 @@ class _SteppingHook:
         self._source.called()
         if bucket.index() == 0:
             self._abort()
-        future = self._hook(state, bucket)
+        with self._step.failing_together() if self._step is not None else nullcontext():
+            future = self._hook(state, bucket)  # around reduce_scatter_hook it waits for other ranks
         step = self._step if self._step is not None else self._begin()
         self._queue.append((bucket, future))
         if bucket.is_last():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -99,8 +99,8 @@ class Step:
         except Exception as error:
             self._engine.progress.fail()
             clearer = self._sharded.kind_error()
-            self._engine.consensus.report_failure(call, clearer or error)
-            self._window.drain()
+            self._engine.report_failure(call, clearer or error)
+            self._window.drain(has_reported=True)
             if clearer is not None:
                 raise clearer from error
             raise
@@ -147,11 +147,11 @@ class Engine:
         self._start()
         try:
             if not callable(closure):
-                with self.consensus.reporting("step"):
+                with self._reporting():
                     source.check()
                 source.prepare(param_groups)
             copy_options(param_groups, self.optimizer.param_groups)
-            with self.consensus.reporting("step"):
+            with self._reporting():
                 source.bind(self.sharded.plan.active_buckets)
             evaluate = self._evaluation(closure, source, param_groups) if callable(closure) else closure
             step = self._open(kwargs or {}, evaluate)
@@ -192,14 +192,14 @@ class Engine:
 
         A step that failed before counts as failed afterwards: this completes nothing.
         """
-        self._check_not_broken(mode)
+        self.check_not_broken(mode)
         self.wait_for_parameters()
         self.notice_changes()
         copy_options(param_groups, self.optimizer.param_groups)
         with self._all_active() if self._has_frozen_state() else nullcontext():
             step = Step(self)
             self.local.prepare(whole=True)
-            step.update = partial(self.local.whole, getattr(self.optimizer, mode))
+            step.update = partial(self.local.switch, getattr(self.optimizer, mode))
             with step.failing_together(mode):
                 step.finish()
         self.local.end()
@@ -239,7 +239,7 @@ class Engine:
         sharded = self.sharded
         check_still_alone(sharded.group)
         self.source.follow()
-        with self.consensus.reporting("step"):
+        with self._reporting():
             if sharded.moved():
                 sharded.bind()
             if sharded.state_is_behind:
@@ -250,6 +250,26 @@ class Engine:
             self.consensus.note(sharded.describe_change(active))
             self.consensus.check_equal("step, after a change of requires_grad", sharded.activity_facts(active))
             sharded.activate(active)
+
+    def check_not_broken(self, call: str) -> None:
+        """RuntimeError if a gather has failed: the ranks are at different places, and what they hold does not fit.
+
+        Not all of them need know, so ``call`` compares afterwards, and hears of it then.
+        """
+        if self.progress.is_broken:
+            error = RuntimeError(
+                f"{call} expects a process group in which all ranks are at the same place, but an earlier step failed "
+                f"({self.progress.failure}). Start the processes again, from a checkpoint."
+            )
+            self.report_failure(call, error)
+            raise error
+
+    def report_failure(self, call: str, error: BaseException) -> None:
+        """Tell the other ranks that this one failed, and how far it came: some may wait in a gather further on."""
+        self.consensus.report_failure(call, error, self.progress.gathers_started)
+
+    def _reporting(self) -> AbstractContextManager[None]:
+        return self.consensus.reporting("step", self.progress.gathers_started)
 
     def _start(self) -> None:
         self._check_last_step()
@@ -277,17 +297,10 @@ class Engine:
 
     def _check_last_step(self) -> None:
         """After a step that failed: did the others fail with us, at the same place? Then it can go on."""
-        self._check_not_broken("step")
+        self.check_not_broken("step")
         if self.progress.failure:
             started = {"started": str(self.progress.gathers_started)}
             self.consensus.check_equal("step (the previous one failed)", [("gathers", started)])
-
-    def _check_not_broken(self, call: str) -> None:
-        if self.progress.is_broken:
-            raise RuntimeError(
-                f"{call} expects a process group in which all ranks are at the same place, but an earlier step failed "
-                f"({self.progress.failure}). Start the processes again, from a checkpoint."
-            )
 
     def _evaluation(self, closure: Closure, source: StepGradients, param_groups: ParamGroups) -> Closure:
         """The closure for the local optimizer: its pieces get their slices of the gradients it computes."""

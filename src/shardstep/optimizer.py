@@ -361,6 +361,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         Collective: call on every rank of the group.
         """
         sharded = self.engine.sharded
+        self.engine.check_not_broken("check_replicas")
         self.engine.consensus.check_equal("check_replicas", [])
         replicas.check(sharded.ranks.everyone, sharded.layout, sharded.params)
 

@@ -321,14 +321,15 @@ def _eight_bit(rank, world):
     from bitsandbytes.optim import AdamW8bit
 
     shapes = [(128, 64), (64,), (5000,)]
-    twins = MasterTwins(AdamW8bit, KEPT, shapes=shapes, sharded={"shard": "tensor"}, lr=0.01)
-    twins.step(10)
-    twins.check("8 bit")
+    for sharded in ({"shard": "tensor", "parameters_as_bucket_view": True}, {}):  # (the second: as the probe decides)
+        twins = MasterTwins(AdamW8bit, KEPT, shapes=shapes, sharded=sharded, lr=0.01)
+        twins.step(10)
+        twins.check(f"8 bit {sharded}")
 
 
 def test_blocks_of_8_bit_state_see_float32():
     pytest.importorskip("bitsandbytes")
-    run_ranks(_eight_bit, 2)
+    run_ranks(_eight_bit, 3)
 
 
 def _channels_last(rank, world, mode):
@@ -437,7 +438,13 @@ def test_what_cannot_be_is_an_error_that_names_group_dtype_and_remedy():
             build([{"params": [bf16()]}, {"params": [Parameter(torch.ones(3))], "master_weights": "remainder"}]),
             ["parameter group 1", "float32 only", "Drop master_weights"],
         ),
+        (
+            build([{"params": [bf16()]}, {"params": [], "master_weights": torch.float32}]),
+            ["parameter group 1", "the group has no parameters.", "Drop master_weights"],
+        ),
+        (build([bf16()], master_weights=True), ["got True"]),
         (build([bf16()], master_weights="stochastic", rounding_seed="x"), ["rounding_seed", "'x'"]),
+        (build([bf16()], master_weights="stochastic", rounding_seed=True), ["rounding_seed", "True"]),
     ]
     for call, parts in cases:
         error = error_of(call)

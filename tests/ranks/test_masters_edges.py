@@ -229,3 +229,47 @@ def _scaled_without_gradients(rank, world):
 
 def test_a_scaler_steps_float16_masters_without_any_gradient():
     run_ranks(_scaled_without_gradients, 2)
+
+
+def _lost_around_switches(rank, world, mode):
+    """Two steps that lose nothing; ``eval`` and ``train`` in between are no updates, whatever gradients lie around."""
+    from schedulefree import AdamWScheduleFree
+
+    param = Parameter(torch.ones(300, dtype=torch.bfloat16))
+    opt = ZeroRedundancyOptimizer([param], AdamWScheduleFree, lr=0.5, master_weights=mode, shard="tensor")
+    opt.train()
+    with opt.count_lost_updates() as lost:
+        for _ in range(2):
+            param.grad = torch.ones_like(param)
+            opt.step()
+            opt.eval()
+            opt.eval()
+            opt.train()
+    return lost.by_group
+
+
+@pytest.mark.parametrize("mode", [None, torch.float32])
+def test_train_and_eval_are_not_counted_as_updates(mode):
+    for shares in run_ranks(_lost_around_switches, 3, mode):
+        assert shares == [0.0]
+
+
+def _lone(rank, world):
+    """At 3 ranks each owns one of three parameters in a bucket, and the padding behind it: they begin at 64 bytes."""
+    for shard in ("element", "tensor"):
+        for views in (False, True):
+            sharded = {"shard": shard, "parameters_as_bucket_view": views}
+            twins = MasterTwins(torch.optim.AdamW, KEPT, shapes=[(17,)] * 3, sharded=sharded, lr=0.01)
+            twins.step(3)
+            twins.check(f"{shard} {views=}")
+            twins.ours[0].data.mul_(2)
+            changed = twins.opt.full_state(twins.ours[0])["master_weight"]
+            assert torch.equal(changed, twins.ours[0].detach().float())
+            twins.theirs[0].data.copy_(changed)
+            twins.step(2)
+            twins.check(f"{shard} {views=}, changed")
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_masters_of_a_parameter_that_is_alone_in_a_padded_shard(world):
+    run_ranks(_lone, world)

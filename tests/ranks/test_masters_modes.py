@@ -29,32 +29,43 @@ def make_model(dtype=torch.bfloat16):
     return model.to(dtype)
 
 
+def connect(way, model, params, optimizer_class=torch.optim.AdamW, ddp=None, **options):
+    """A model that is trained one way: what to call, and its optimizer."""
+    net = model if "sharded" in way else DistributedDataParallel(model, **(ddp or {}))
+    arguments = {"lr": 0.01, "bucket_cap_mb": SMALL, **options}
+    if way.startswith("sharded"):
+        arguments["shard_gradients"] = True
+        if "float32" in way:
+            arguments["reduce_dtype"] = torch.float32
+    if way in ("hook", "interleaved", "scattering hook", "scattering interleaved"):
+        arguments["overlap_with_ddp"] = True
+    opt = ZeroRedundancyOptimizer(params, optimizer_class, **arguments)
+    if way == "hook":
+        net.register_comm_hook(None, hook_with_zero_step(allreduce_hook, net, opt))
+    elif way == "interleaved":
+        net.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, net, opt))
+    elif way == "scattering hook":
+        net.register_comm_hook(None, hook_with_zero_step(reduce_scatter_hook, net, opt))
+    elif way == "scattering interleaved":
+        net.register_comm_hook(None, hook_with_zero_step_interleaved(reduce_scatter_hook, net, opt))
+    elif way == "under ddp":
+        shard_ddp_gradients(net, opt)
+    return net, opt
+
+
 class Run:
     """A model in 16 bits trained one way, and the plain optimizer over float32 copies with the same gradients."""
 
     def __init__(self, way, mode, shard, optimizer_class=torch.optim.AdamW, dtype=torch.bfloat16, **options):
         self.way, self.dtype = way, dtype
+        self.mesh = options.get("process_group")
         self.model = make_model(dtype)
-        self.net = self.model if "sharded" in way else DistributedDataParallel(self.model)
-        arguments = {"lr": 0.01, "bucket_cap_mb": SMALL, "shard": shard, "master_weights": mode, **options}
-        if way.startswith("sharded"):
-            arguments["shard_gradients"] = True
-            if "float32" in way:
-                arguments["reduce_dtype"] = torch.float32
-        if way in ("hook", "interleaved", "scattering hook"):
-            arguments["overlap_with_ddp"] = True
         self.params = list(self.model.parameters())
         self.copies = [nn.Parameter(param.detach().to(torch.float32)) for param in self.params]
         self.plain = optimizer_class(self.copies, lr=0.01)
-        self.opt = ZeroRedundancyOptimizer(self.model.named_parameters(), optimizer_class, **arguments)
-        if way == "hook":
-            self.net.register_comm_hook(None, hook_with_zero_step(allreduce_hook, self.net, self.opt))
-        elif way == "interleaved":
-            self.net.register_comm_hook(None, hook_with_zero_step_interleaved(allreduce_hook, self.net, self.opt))
-        elif way == "scattering hook":
-            self.net.register_comm_hook(None, hook_with_zero_step(reduce_scatter_hook, self.net, self.opt))
-        elif way == "under ddp":
-            shard_ddp_gradients(self.net, self.opt)
+        self.net, self.opt = connect(
+            way, self.model, self.model.named_parameters(), optimizer_class, shard=shard, master_weights=mode, **options
+        )
 
     def backward(self, rank, step):
         inputs = values((4, 9), 1000 * step + rank, self.dtype)
@@ -69,20 +80,21 @@ class Run:
         self.opt.zero_grad()
         before = [param.detach().clone() for param in self.params]
         self.backward(rank, step)
-        if self.way == "scattering hook":  # the gradients are gone: from the same model under plain DDP
+        if self.way.startswith("scattering"):  # the gradients are gone: from the same model under plain DDP
             found = self._reference_gradients(rank, step, before)
         else:
             found = self.gradients()
         for copy, gradient in zip(self.copies, found, strict=True):
-            copy.grad = gradient.detach().to(torch.float32)
+            copy.grad = None if gradient is None else gradient.detach().to(torch.float32)
         self.opt.step()
         self.plain.step()
 
     def _reference_gradients(self, rank, step, before):
         twin = make_model(self.dtype)
-        for param, value in zip(twin.parameters(), before, strict=True):
+        for param, like, value in zip(twin.parameters(), self.params, before, strict=True):
             param.data.copy_(value)
-        optimizer = ZeroRedundancyOptimizer(twin.parameters(), torch.optim.SGD, lr=0.0, shard_gradients=True)
+            param.requires_grad_(like.requires_grad)
+        optimizer = ZeroRedundancyOptimizer(twin.parameters(), torch.optim.SGD, self.mesh, lr=0.0, shard_gradients=True)
         inputs = values((4, 9), 1000 * step + rank, self.dtype)
         twin(inputs).to(torch.float32).pow(2).mean().backward()
         return [optimizer.full_grad(param) for param in twin.parameters()]

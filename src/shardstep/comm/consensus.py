@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from shardstep.comm.process_group import Group, rank_numbers
 from shardstep.comm.store_watch import StoreLost, StoreWatch
@@ -141,18 +141,44 @@ class RankConsensus:
         self.check_equal(call, facts)
         return store.get(key).decode()
 
-    def report_failure(self, call: str, error: BaseException) -> None:
-        """Tell the ranks that wait in ``check_equal`` that this one failed. Does not wait; the caller raises."""
+    def report_failure(self, call: str, error: BaseException, place: int | None = None) -> None:
+        """Tell the ranks that wait in ``check_equal`` that this one failed. Does not wait; the caller raises.
+
+        ``place``: how far it came, for those who wait for it further on (``failure_before``).
+        """
         if self.group.world_size == 1:
             return
         kind = type(error).__name__
         text = f"{kind}: {error}"
+        entry: dict[str, Any] = {"error": text, "kind": kind}
+        if place is not None:
+            entry["place"] = place
 
         def report() -> None:
-            self._enter(call, {"error": text, "kind": kind})
+            self._enter(call, entry)
             self._publish({"failed": [self.group.rank, call, text, kind]})
 
         self._watch.ask_after_failure(report, _PATIENCE)  # no answer: ``error`` is what the user must see, not this
+
+    def failure_before(self, place: int, among: Sequence[int], has_reported: bool) -> RankFailed | None:
+        """The failure of a rank, ``among`` these, before it came to a place where this one waits for it; or None.
+
+        Looks only; never waits. ``has_reported``: this rank has failed itself, and reported that.
+        """
+        number = self._number if has_reported else self._number + 1
+        return self._watch.glance(lambda: self._find_failure(number, place, among), _SAME_TIME)
+
+    def _find_failure(self, number: int, place: int, among: Sequence[int]) -> RankFailed | None:
+        store, prefix = self.group.store, self._prefix(number)
+        if not store.check([f"{prefix}/verdict"]):  # one question, however many ranks there are: nobody has failed
+            return None
+        for rank in among:
+            key = f"{prefix}/entered/{rank}"
+            entry = json.loads(store.get(key)) if rank != self.group.rank and store.check([key]) else {}
+            if entry.get("place", place) < place:
+                where = self.group.name_of(rank)
+                return RankFailed(f"{where} failed before, in {entry['call']}: {entry['error']}", entry["kind"])
+        return None
 
     def explain(self, but: str = "") -> str:
         """Where the other ranks are, if the store knows: for the message of a collective that failed.
@@ -218,12 +244,12 @@ class RankConsensus:
         return f" It expects all ranks, but {self.group.names_of(absent)} did not come to it." if absent else ""
 
     @contextmanager
-    def reporting(self, call: str) -> Iterator[None]:
+    def reporting(self, call: str, place: int | None = None) -> Iterator[None]:
         """If this rank fails here, the ranks that wait for it hear of it, before the error goes on to the user."""
         try:
             yield
         except Exception as error:
-            self.report_failure(call, error)
+            self.report_failure(call, error, place)
             raise
 
     def leave_word(self, name: str, text: str) -> None:
@@ -264,7 +290,7 @@ class RankConsensus:
     def _key(self, name: str) -> str:
         return f"{self._prefix(self._number)}/{name}"
 
-    def _enter(self, call: str, entry: dict[str, str]) -> None:
+    def _enter(self, call: str, entry: dict[str, Any]) -> None:
         self._number += 1
         self._reason, self._note = self._note, ""
         entry = {"call": call, "note": self._reason, **entry}

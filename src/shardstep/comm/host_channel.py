@@ -21,6 +21,7 @@ from shardstep.comm.process_group import Group
 from shardstep.comm.topology import Topology
 
 _MOST_BYTES = 2**16  # of a message
+_LOOK_AFTER = 1.0  # seconds of waiting after which, and again and again, somebody may look why
 Made = TypeVar("Made")
 _CHANNELS: weakref.WeakSet[HostChannel] = weakref.WeakSet()  # of this process
 
@@ -35,9 +36,12 @@ class SharedMessages:
 
     is_done = False  # nobody looks without waiting
 
-    def wait(self) -> None:
-        """RuntimeError if a rank is gone, or does not come in the time that the process group waits."""
-        self._channel.receive(self._number, self._channel.timeout)
+    def wait(self, look: Callable[[], None] | None = None) -> None:
+        """RuntimeError if a rank is gone, or does not come in the time that the process group waits.
+
+        ``look``: called every second that nothing comes. What it raises ends the wait.
+        """
+        self._channel.receive(self._number, self._channel.timeout, look)
 
     def wait_for(self, seconds: float) -> bool:
         """Whether all came in that time. It can be waited for again."""
@@ -96,14 +100,14 @@ class HostChannel:
         self._pending.append(shared)
         return shared
 
-    def receive(self, number: int, seconds: float) -> None:
-        """Wait until all messages up to that number have come."""
+    def receive(self, number: int, seconds: float, look: Callable[[], None] | None = None) -> None:
+        """Wait until all messages up to that number have come. ``look``: see ``SharedMessages.wait``."""
         self._check_not_forked()
         deadline = time.monotonic() + seconds
         for place, connection in self._sockets.items():
             while self._received[place] <= number:
                 try:
-                    message = self._next_message(connection, deadline)
+                    message = self._next_message(connection, deadline, look)
                 except OSError as error:
                     raise self._gone(place, error, seconds) from error
                 if not message:
@@ -113,13 +117,19 @@ class HostChannel:
         while self._pending and self._first <= min(self._received.values(), default=number + 1) - 1:
             self._pending.popleft()
 
-    def _next_message(self, connection: socket.socket, deadline: float) -> bytes:
+    def _next_message(
+        self, connection: socket.socket, deadline: float, look: Callable[[], None] | None = None
+    ) -> bytes:
         """Empty: there are no more. TimeoutError if none comes."""
         while True:
             try:
                 return bytes(self._buffer[: connection.recv_into(self._buffer)])
             except BlockingIOError:
-                _wait(connection, select.POLLIN, deadline - time.monotonic())
+                left = deadline - time.monotonic()
+                if look is None or left <= _LOOK_AFTER:
+                    _wait(connection, select.POLLIN, left)
+                elif not _comes(connection, select.POLLIN, _LOOK_AFTER):
+                    look()
 
     @property
     def _first(self) -> int:
@@ -159,10 +169,15 @@ def _send(connection: socket.socket, message: bytes, seconds: float) -> None:
 
 def _wait(connection: socket.socket, event: int, seconds: float) -> None:
     """TimeoutError if the event does not come."""
+    if not _comes(connection, event, seconds):
+        raise TimeoutError
+
+
+def _comes(connection: socket.socket, event: int, seconds: float) -> bool:
+    """Whether the event comes in that time."""
     poll = select.poll()
     poll.register(connection, event)
-    if not poll.poll(max(seconds, 0) * 1000):
-        raise TimeoutError
+    return bool(poll.poll(max(seconds, 0) * 1000))
 
 
 def _close(sockets: Iterable[socket.socket]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 Answer = TypeVar("Answer")
@@ -23,6 +24,7 @@ class StoreWatch:
 
     def __init__(self) -> None:
         self.is_lost = False
+        self._glancing: threading.Thread | None = None
 
     def ask(self, question: Callable[[], Answer], seconds: float) -> Answer:
         """The answer, or the error that the question ends with. StoreLost if neither comes in that time."""
@@ -45,6 +47,24 @@ class StoreWatch:
             self.is_lost = True
             raise StoreLost(f"the store has not answered in {seconds:g} s")
         return answers[0]
+
+    def glance(self, question: Callable[[], Answer], seconds: float) -> Answer | None:
+        """The answer, if one comes in that time. None says nothing about the store: it may be busy.
+
+        While one is still to come, no other question is asked this way.
+        """
+        answers: list[Answer] = []
+
+        def put() -> None:
+            with suppress(RuntimeError):
+                answers.append(question())
+
+        if self.is_lost or (self._glancing is not None and self._glancing.is_alive()):
+            return None
+        self._glancing = threading.Thread(target=put, name="shardstep-store", daemon=True)
+        self._glancing.start()
+        self._glancing.join(seconds)
+        return answers[0] if answers else None
 
     def ask_after_failure(self, question: Callable[[], Answer], seconds: float) -> Answer | None:
         """The answer; None if there is none, also because the store is gone and said so."""

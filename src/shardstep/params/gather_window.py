@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from shardstep.comm.consensus import RankConsensus
+from shardstep.comm.consensus import RankConsensus, RankFailed
+from shardstep.comm.host_channel import SharedMessages
 from shardstep.comm.phases import phase
 from shardstep.comm.streams import Mark, current_stream
 from shardstep.params.all_gather import AllGatherHandle, BucketAllGather
@@ -35,6 +36,7 @@ class _UnderWay:
     """An all-gather that was started."""
 
     position: int  # of the bucket
+    number: int  # counted over all steps, alike on every rank
     gather: BucketAllGather
     handle: AllGatherHandle | None  # None: all is enqueued, to the end
     has_arrived: bool = False
@@ -56,6 +58,8 @@ class GatherWindow:
         self._progress = progress  # hears of every failure, also of those that another error hides
         self._in_flight: deque[_UnderWay] = deque()
         self._packed: dict[torch.device, _UnderWay] = {}  # the last one on each gather stream, not unpacked yet
+        self._has_reported = False  # that the step failed here
+        self._absence: RankFailed | None = None  # why a rank does not come to what is under way
 
     def __del__(self) -> None:
         """Nobody has waited, and the parameters go with it: their memory is free when the gather stream is done."""
@@ -82,7 +86,7 @@ class GatherWindow:
         with phase("shardstep::gather"):
             self._progress.gathers_started += 1
             try:
-                self._in_flight.append(_UnderWay(position, gather, gather.start()))
+                self._in_flight.append(_UnderWay(position, self._progress.gathers_started, gather, gather.start()))
             except RuntimeError as error:
                 raise self._failed(error) from error
 
@@ -92,7 +96,8 @@ class GatherWindow:
         self._progress.gathers_started += 1
         with phase("shardstep::gather"), self._sharded.gather_streams.of(gather.device).after_current():
             try:
-                one = _UnderWay(position, gather, gather.start(), stepped_on=stepping)
+                number = self._progress.gathers_started
+                one = _UnderWay(position, number, gather, gather.start(), stepped_on=stepping)
                 self._in_flight.append(one)
                 self._packed[gather.device] = one
                 if previous is not None:
@@ -148,7 +153,7 @@ class GatherWindow:
         with phase("shardstep::gather"):
             try:
                 one.handle = one.gather.relay(one.handle)
-                one.handle.under_way.wait()
+                self._wait_for(one, one.handle)
                 if not one.has_arrived:
                     one.has_arrived = True
                     one.gather.arrived(one.handle)
@@ -158,6 +163,25 @@ class GatherWindow:
                 raise self._failed(error) from error
         if self._in_flight and self._in_flight[0] is one:
             self._in_flight.popleft()
+
+    def _wait_for(self, one: _UnderWay, handle: AllGatherHandle) -> None:
+        """Wait for all ranks. Who waits long looks whether one has left the step before it came here: it never will.
+
+        (Messages through gloo cannot be waited for in parts. There the process group's time-out ends it.)
+        """
+
+        def look() -> None:
+            siblings = self._sharded.ranks.siblings
+            self._absence = self._consensus.failure_before(one.number, siblings, self._has_reported)
+            if self._absence is not None:
+                raise self._absence
+
+        if not isinstance(handle.under_way, SharedMessages):
+            handle.under_way.wait()
+        elif self._absence is None:
+            handle.under_way.wait(look)
+        else:
+            raise self._absence
 
     def relay(self) -> None:
         """Hand on to the ranks of this host what others send it. What is then left to do needs no other rank's help."""
@@ -170,11 +194,13 @@ class GatherWindow:
             except RuntimeError as error:
                 raise self._failed(error) from error
 
-    def drain(self) -> None:
+    def drain(self, has_reported: bool = False) -> None:
         """After an error: wait for what is under way, so that nothing is written into memory that others have later.
 
-        If all ranks failed at the same place, their parameters agree afterwards.
+        If all ranks failed at the same place, their parameters agree afterwards. A rank that has come further than
+        another finds out here, by a gather that fails. ``has_reported``: the others know of the error.
         """
+        self._has_reported = has_reported
         while self._in_flight:
             try:
                 self.finish_oldest()
@@ -182,7 +208,9 @@ class GatherWindow:
                 self._in_flight.clear()
 
     def _failed(self, error: RuntimeError) -> GatherFailed:
-        where = self._consensus.meanwhile("the gather of a step", among=self._sharded.ranks.siblings)
+        where = ""
+        if not isinstance(error, RankFailed):
+            where = self._consensus.meanwhile("the gather of a step", among=self._sharded.ranks.siblings)
         remedy = " Call it on every rank, in the same order." if where else ""
         failure = GatherFailed(f"step: the parameters could not be gathered: {str(error).rstrip('.')}.{where}{remedy}")
         self._progress.break_off(str(failure))

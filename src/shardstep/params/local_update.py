@@ -36,6 +36,14 @@ class LocalUpdate:
         with self._around(self._sharded.plan.active_buckets):
             return update()
 
+    def switch(self, change: Callable[[], Any]) -> Any:
+        """Like ``whole``, but it is no step: no update is counted, whatever gradients lie around."""
+        counter, self._counter = self._counter, None
+        try:
+            return self.whole(change)
+        finally:
+            self._counter = counter
+
     def take_gradients(self) -> None:
         """In the middle of an update of all buckets a closure has made new gradients."""
         self._sharded.masters.take_gradients(self._sharded.plan.active_buckets)

@@ -82,7 +82,7 @@ def _fitting_mode(mode: MasterMode, params: Sequence[Any], where: str, must_fit:
     if not narrow:
         raise ValueError(
             f"master_weights={_text(mode)}{where} expects bfloat16 or float16 parameters, but the group has "
-            f"{_names(dtypes) if dtypes else 'none'} only. Drop master_weights for this group."
+            f"{f'{_names(dtypes)} only' if dtypes else 'no parameters'}. Drop master_weights for this group."
         )
     if mode is MasterMode.REMAINDER and torch.float16 in narrow:
         raise ValueError(

@@ -70,7 +70,7 @@ class Progress:
     def break_off(self, reason: str) -> None:
         """The parameters could not be gathered. (With lazy gathers that is found out between steps.)"""
         self._become(StepState.BROKEN)
-        self._reason = reason
+        self._reason = self._reason or reason  # the first one is the cause of the others
 
     def changed(self, has_state: bool = True) -> None:
         """The optimizer's state is another one now: what was collected is stale, and its memory is freed."""

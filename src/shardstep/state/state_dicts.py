@@ -33,6 +33,8 @@ class Core(Protocol):
 
     def wait_for_parameters(self) -> None: ...
 
+    def check_not_broken(self, call: str) -> None: ...
+
     def load_masters(self, masters: Mapping[int, Tensor]) -> None: ...
 
 
@@ -52,6 +54,7 @@ class ShardedOptimizer(Optimizer):
         holds more than two chunks of ``chunk_mb`` MiB besides its state and, on rank ``to``, the result.
         """
         sharded = self.engine.sharded
+        self.engine.check_not_broken("consolidate_state_dict")
         with self.engine.consensus.reporting("consolidate_state_dict"):
             if not isinstance(to, int) or not 0 <= to < self.world_size:
                 raise ValueError(
@@ -111,6 +114,7 @@ class ShardedOptimizer(Optimizer):
         Collective: call on every rank of the group, with the same full dict, which is not changed. Each rank takes
         copies of its pieces. If it fails on a rank it fails on all, and nothing is changed anywhere.
         """
+        self.engine.check_not_broken("load_state_dict")
         with self.engine.consensus.reporting("load_state_dict"):
             state_dict = dcp_forms.unflattened(plain.outer_copy(state_dict))
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -136,6 +140,7 @@ class ShardedOptimizer(Optimizer):
         if wanted.loading is not None:
             states: dict[Any, Any] = dcp_forms.template(sharded.ranks.everyone, wanted, self._all_params[0].device)
         elif wanted.full:
+            self.engine.check_not_broken("get_optimizer_state_dict")
             with self.engine.consensus.reporting("get_optimizer_state_dict"):
                 described = describe(sharded.pieces, sharded.layout, with_masters(sharded, self.optim.state))
             self.engine.consensus.check_equal("get_optimizer_state_dict", [])
@@ -181,6 +186,7 @@ class ShardedOptimizer(Optimizer):
             strict: ValueError if the names differ. Otherwise what is missing starts empty and the rest is ignored.
         """
         call = "load_sharded_state_dict"
+        self.engine.check_not_broken(call)
         with self.engine.consensus.reporting(call):
             names = names_of(self.param_groups, model)
             parts = named.loadable(state_dict, self.param_groups, names, self.engine.sharded, strict)
@@ -203,6 +209,7 @@ class ShardedOptimizer(Optimizer):
         Collective: call on every rank of the group, with the same parameter.
         """
         sharded = self.engine.sharded
+        self.engine.check_not_broken("full_state")
         index = self._index_of(param, "full_state")
         with self.engine.consensus.reporting("full_state"):
             state = with_masters(sharded, self.optim.state, only=index)
