@@ -30,6 +30,14 @@ WAYS: dict[str, tuple[torch.dtype, Any]] = {  # the model's dtype, and master_we
     'bfloat16, "stochastic"': (torch.bfloat16, "stochastic"),
     "bfloat16, no masters": (torch.bfloat16, None),
 }
+# Of --plot. Curves that lie on each other are drawn from wide to narrow.
+STYLES: dict[str, dict[str, Any]] = {
+    FLOAT32: {"color": "0.45", "linewidth": 5},
+    "bfloat16, float32 masters": {"color": "C0", "linewidth": 3.5},
+    'bfloat16, "remainder"': {"color": "C1", "linewidth": 2},
+    'bfloat16, "stochastic"': {"color": "C2", "linewidth": 1, "marker": "."},
+    "bfloat16, no masters": {"color": "C3", "linewidth": 2.5},
+}
 Curve = dict[int, float]  # after how many steps, which held-out loss
 
 
@@ -69,26 +77,24 @@ def plot(curves: dict[str, list[Curve]], steps: int, file: str) -> None:
     """On the left the way there, means over the seeds; on the right the end, a dot per seed. Float32 is a band."""
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), width_ratios=[3, 2], layout="constrained")
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4.2), width_ratios=[6, 5], layout="constrained")
     spread = {step: [curve[step] for curve in curves[FLOAT32]] for step in curves[FLOAT32][0]}
     low, high = [min(losses) for losses in spread.values()], [max(losses) for losses in spread.values()]
-    left.fill_between(list(spread), low, high, color="0.8", label=f"{FLOAT32}, from seed to seed")
-    right.axhspan(low[-1], high[-1], color="0.8")
-    # Two ways that end with the same bits lie on each other: the later ones are drawn thinner.
-    styles = {way: (f"C{number}", 4.5 - number) for number, way in enumerate(curves)} | {FLOAT32: ("0.3", 2)}
+    left.fill_between(list(spread), low, high, color="0.85", label=f"{FLOAT32}, from seed to seed")
+    right.axhspan(low[-1], high[-1], color="0.85")
     for position, (way, seeds) in enumerate(curves.items()):
-        color, width = styles[way]
-        if way != FLOAT32:
-            means = [mean([curve[step] for curve in seeds]) for step in spread]
-            left.plot(list(spread), means, color=color, linewidth=width, label=way)
-        right.plot([position] * len(seeds), [curve[steps] for curve in seeds], "o", color=color)
-    left.set(xlabel="step", ylabel="held-out loss, nats per byte", title="On the way (means over the seeds)")
-    left.set_ylim(low[-1] - 0.05, low[-1] + 0.8)
+        means = [mean([curve[step] for curve in seeds]) for step in spread]
+        left.plot(list(spread), means, label=f"{FLOAT32}, mean" if way == FLOAT32 else way, **STYLES[way])
+        right.plot([position] * len(seeds), [curve[steps] for curve in seeds], "o", color=STYLES[way]["color"])
+    left.set(xlabel="step", ylabel="held-out loss, nats per byte", title="On the way: means over the seeds")
+    left.set_ylim(low[-1] - 0.04, low[-1] + 0.5)
     left.legend(frameon=False)
-    right.set(title=f"After {steps} steps (a dot per seed)")
-    right.set_xticks(range(len(curves)), [way.replace("bfloat16, ", "") for way in curves], rotation=25, ha="right")
+    right.set(title=f"After {steps} steps: a dot per seed", ylabel="held-out loss, nats per byte")
+    labels = [way.replace(", ", ",\n").replace(" masters", "\nmasters") for way in curves]
+    right.set_xticks(range(len(curves)), labels, fontsize="small")
     for axes in (left, right):
         axes.grid(axis="y", color="0.93")
+        axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(file, dpi=110)
 
