@@ -180,7 +180,7 @@ def memory(demands: dict) -> list[str]:
     lines += ["After a backward, measured on live tensors; the worst rank. *Scratch* is used by updates only."]
     lines += ["*Allocated*: what glibc counts for the whole variant then, DDP's and gloo's buffers included."]
     lines += ["FSDP2's parameters are float32 shards; the 16-bit copy (2 bytes) lives from forward to backward."]
-    lines += ["DeepSpeed's share of the gradients is views of parameters' gradients: all that is behind them counts.", ""]
+    lines += ["DeepSpeed's share of the gradients is views of whole ones: the memory behind them counts.", ""]
     kinds = ["parameters", "gradients", "state", "masters", "scratch"]
     lines += [f"| variant | {' | '.join(kinds)} | without scratch | allocated |", "|---" * 8 + "|"]
     for name, figures in demands.items():
