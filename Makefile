@@ -157,7 +157,7 @@ $(RIVALS)/installed: pyproject.toml benchmarks/rivals.txt
 	$(RIVALS)/bin/pip install --quiet --editable .
 	$(RIVALS)/bin/pip install --quiet numpy setuptools wheel ninja
 	DS_ACCELERATOR=cpu DS_BUILD_OPS=0 $(RIVALS)/bin/pip install --quiet --no-build-isolation -r benchmarks/rivals.txt \
-		&& touch $@ || echo "bench-step goes on without the rivals"
+		&& touch $@ || echo "The benchmark goes on without the rivals."
 
 # docs/migration.md with the packages that it comes from: programs of before and of after, and checkpoints.
 $(RIVALS)/installed-tests: $(RIVALS)/installed
@@ -171,9 +171,9 @@ test-migration: $(RIVALS)/installed-tests
 bench-step: $(RIVALS)/installed
 	$(RIVALS)/bin/python -m benchmarks.step $(ARGS)
 
-# The model in 16 bits, masters in 32: beside DDP with masters by hand, and FSDP2.
-bench-precision: $(VENV)/installed
-	$(BIN)/python -m benchmarks.precision $(ARGS)
+# The model in 16 bits, masters in 32: beside DDP with masters by hand, FSDP2 and DeepSpeed.
+bench-precision: $(RIVALS)/installed
+	$(RIVALS)/bin/python -m benchmarks.precision $(ARGS)
 
 # Two hosts over 1 and 10 Gbit/s, as root (see test-hosts).
 bench-hosts: $(VENV)/installed

@@ -2,124 +2,29 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import json
+import random
 import sys
-from collections.abc import Callable
+import time
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
-from torch.optim import AdamW, Optimizer
 
-from benchmarks.contestants import ADAMW, ALONE, Contestant, forward_backward
+from benchmarks import precision_contestants
+from benchmarks.contestants import ALONE, Contestant
 from benchmarks.gpt import GPT, Size, make_batch, make_gpt
-from benchmarks.step_worker import alternate, attempt, everybodys
+from benchmarks.precision_contestants import BY_HAND, EXACT, memory_of
+from benchmarks.step_worker import attempt, everybodys
 from benchmarks.traffic import allocated_bytes, counted_requests, sent_bytes
-from shardstep import MemoryReport, ZeroRedundancyOptimizer
 
 WARM_UP = 3
 # Sums of 16-bit gradients in another order differ in their last bits, and AdamW makes much of those of a tiny gradient.
 # A lost step of three, or a sum instead of a mean, is above this.
 TOLERANCE = 0.25
-
-BY_HAND = "DDP + float32 masters by hand"
-PLAIN = "DDP + AdamW in bfloat16"
-FSDP2 = "FSDP2, MixedPrecisionPolicy"
-MODES: dict[str, Any] = {"float32": torch.float32, "remainder": "remainder", "stochastic": "stochastic", "None": None}
-ZERO1 = {mode: f"DDP + shardstep, {mode}" for mode in MODES}
-ZERO2 = {mode: f"shard_gradients, {mode}" for mode in MODES}
-EXACT = [names[mode] for names in (ZERO1, ZERO2) for mode in ("float32", "remainder")]
-
-
-class MastersByHand:
-    """What a training loop without a framework does: on every rank a float32 copy of every parameter."""
-
-    def __init__(self, gpt: GPT) -> None:
-        self.params: list[Tensor] = list(gpt.parameters())
-        self.masters = [param.detach().float().requires_grad_() for param in self.params]
-        self.optimizer = AdamW(self.masters, **ADAMW)
-        self.scratch = 0
-
-    @torch.no_grad()
-    def step(self) -> None:
-        for param, master in zip(self.params, self.masters, strict=True):
-            assert param.grad is not None
-            master.grad = param.grad.float()
-        self.optimizer.step()
-        torch._foreach_copy_(self.params, self.masters)
-        self.scratch = held_by(master.grad for master in self.masters)
-        self.optimizer.zero_grad()
-
-    def memory(self) -> MemoryReport:
-        state, grads = tensors_of(self.optimizer), (param.grad for param in self.params)
-        kept = [held_by(tensors) for tensors in (self.params, grads, state, self.masters)]
-        return MemoryReport(*kept, scratch=self.scratch)
-
-
-def tensors_of(optimizer: Optimizer) -> list[Tensor]:
-    return [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
-
-
-def held_by(tensors: Any) -> int:
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors if tensor is not None]
-    return sum(tensor.nbytes for tensor in local)
-
-
-def wrapped(gpt: GPT) -> DistributedDataParallel:
-    """Without views DDP holds every gradient twice."""
-    return DistributedDataParallel(gpt, gradient_as_bucket_view=True)
-
-
-def by_hand(gpt: GPT) -> Contestant:
-    model, masters = wrapped(gpt), MastersByHand(gpt)
-    return Contestant(gpt, model, gpt.zero_grad, masters.step, optimizer=masters)
-
-
-def plain(gpt: GPT) -> Contestant:
-    model, optimizer = wrapped(gpt), AdamW(gpt.parameters(), **ADAMW)
-    return Contestant(gpt, model, optimizer.zero_grad, optimizer.step, optimizer=optimizer)
-
-
-def zero1(gpt: GPT, mode: Any) -> Contestant:
-    model = wrapped(gpt)
-    optimizer = ZeroRedundancyOptimizer(gpt.parameters(), AdamW, master_weights=mode, **ADAMW)
-    return Contestant(gpt, model, optimizer.zero_grad, optimizer.step, optimizer=optimizer)
-
-
-def zero2(gpt: GPT, mode: Any) -> Contestant:
-    optimizer = ZeroRedundancyOptimizer(gpt.parameters(), AdamW, shard_gradients=True, master_weights=mode, **ADAMW)
-    return Contestant(gpt, gpt, optimizer.zero_grad, optimizer.step, optimizer=optimizer)
-
-
-def fsdp2(gpt: GPT) -> Contestant:
-    """Float32 parameters, of which it computes with 16-bit copies: its shard is the master."""
-    gpt.float()
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
-    for module in [*gpt.blocks, gpt]:
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    optimizer = AdamW(gpt.parameters(), **ADAMW)
-    return Contestant(gpt, gpt, optimizer.zero_grad, optimizer.step, optimizer=optimizer)
-
-
-MAKERS: dict[str, Callable[[GPT], Contestant]] = {
-    ALONE: forward_backward,
-    BY_HAND: by_hand,
-    PLAIN: plain,
-    **{ZERO1[name]: partial(zero1, mode=mode) for name, mode in MODES.items()},
-    **{ZERO2[name]: partial(zero2, mode=mode) for name, mode in MODES.items()},
-    FSDP2: fsdp2,
-}
 
 
 def main() -> None:
@@ -129,10 +34,10 @@ def main() -> None:
     size = Size(*task["size"])
     template = make_gpt(size).to(torch.bfloat16)
     if task["kind"] == "times":
-        result = measure_times(template, size, task["rounds"])
+        result = measure_times(task["names"], template, size, task["rounds"])
     else:
-        make(ALONE, template, size, 1).clear()  # what a process allocates once is nobody's
-        result = {name: measure_demands(name, template, size) for name in MAKERS if name != ALONE}
+        measure_demands(task["names"][0], template, size)  # what a process allocates once is nobody's
+        result = {name: measure_demands(name, template, size) for name in task["names"]}
     if dist.get_rank() == 0:
         output.write_text(json.dumps(result))
     dist.barrier()
@@ -140,7 +45,7 @@ def main() -> None:
 
 
 def make(name: str, template: GPT, size: Size, iterations: int) -> Contestant:
-    contestant = MAKERS[name](copy.deepcopy(template))
+    contestant = precision_contestants.make(name, template)
     for number in range(iterations):
         contestant.iterate(make_batch(dist.get_rank(), number, size=size))
     return contestant
@@ -149,11 +54,11 @@ def make(name: str, template: GPT, size: Size, iterations: int) -> Contestant:
 # --- times --------------------------------------------------------------------------------------------------------
 
 
-def measure_times(template: GPT, size: Size, rounds: int) -> dict:
+def measure_times(names: list[str], template: GPT, size: Size, rounds: int) -> dict:
     """Every contestant once per round, in another order every time; those whose masters are exact are checked first."""
     contestants: dict[str, Contestant] = {}
     failures: dict[str, str] = {}
-    for name in MAKERS:
+    for name in names:
         made = attempt(lambda name=name: make(name, template, size, WARM_UP))
         if isinstance(made, str):
             failures[name] = made
@@ -165,13 +70,42 @@ def measure_times(template: GPT, size: Size, rounds: int) -> dict:
         if name in contestants and not differences[name] <= TOLERANCE:
             failures[name] = f"not timed: its weights are {differences[name]:.2g} of the way from {BY_HAND}"
             del contestants[name]
-    times, _ = alternate(contestants, rounds, lambda: 0, size)
+    iterations, steps = alternate(contestants, rounds, size)
     return {
-        "times": times,
+        "iterations": iterations,
+        "steps": steps,
         "failures": failures,
         "differences": differences,
         "parameters": sum(param.numel() for param in template.parameters()),
     }
+
+
+def alternate(
+    contestants: dict[str, Contestant], rounds: int, size: Size
+) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Of every contestant, round by round, the ms of an iteration and of the step in it, each from barrier to barrier.
+
+    The barrier before the step makes it nobody's step that another rank's backward is late.
+    """
+    iterations: dict[str, list[float]] = {name: [] for name in contestants}
+    steps: dict[str, list[float]] = {name: [] for name in contestants}
+    order = random.Random(0)  # the same on every rank
+    for turn in range(rounds):
+        batch = make_batch(dist.get_rank(), WARM_UP + turn, size=size)
+        for name in order.sample(list(contestants), len(contestants)):
+            contestant = contestants[name]
+            dist.barrier()
+            start = time.perf_counter()
+            contestant.clear()
+            contestant.reach(batch)
+            dist.barrier()
+            reached = time.perf_counter()
+            contestant.step()
+            dist.barrier()
+            end = time.perf_counter()
+            iterations[name].append((end - start) * 1e3)
+            steps[name].append((end - reached) * 1e3)
+    return iterations, steps
 
 
 def compare(contestants: dict[str, Contestant], template: GPT) -> dict[str, float]:
@@ -206,6 +140,7 @@ def demands(name: str, template: GPT, size: Size) -> dict:
     gc.collect()
     bare = allocated_bytes()
     contestant = make(name, template, size, 2)
+    contestant.clear()
     contestant.reach(make_batch(rank, 2, size=size))
     dist.barrier()
     gc.collect()
@@ -229,14 +164,6 @@ def demands(name: str, template: GPT, size: Size) -> dict:
         "written": mean(written) * gathered,
         "calls": dict(requests.calls),
     }
-
-
-def memory_of(contestant: Contestant) -> MemoryReport:
-    """On the live tensors of this rank."""
-    if isinstance(contestant.optimizer, ZeroRedundancyOptimizer | MastersByHand):
-        return contestant.optimizer.memory()
-    params = list(contestant.gpt.parameters())
-    return MemoryReport(*map(held_by, (params, (param.grad for param in params), tensors_of(contestant.optimizer))))
 
 
 if __name__ == "__main__":

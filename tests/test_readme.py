@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -38,26 +38,37 @@ def test_the_sums_of_the_table_are_right(row: Row) -> None:
     assert row.gigabytes == [row.total, 7 * row.total]
 
 
+WAYS: dict[str, tuple[torch.dtype, Any]] = {  # dtype of the model, and master_weights
+    "float32": (torch.float32, None),
+    "all in bfloat16": (torch.bfloat16, None),
+    "bfloat16, float32 masters": (torch.bfloat16, torch.float32),
+    'bfloat16, `"remainder"`': (torch.bfloat16, "remainder"),
+}
+
+
 def held(rank: int, world: int) -> dict[str, list[float]]:
-    """Bytes per parameter that this rank holds, by row."""
+    """Bytes per parameter that this rank holds, by row. Masters count as state, as in the table."""
     found = {}
-    for name, dtype in {"float32": torch.float32, "all in bfloat16": torch.bfloat16}.items():
+    for name, (dtype, masters) in WAYS.items():
         for wrap in (True, False):
             model = torch.nn.Linear(255, 256, dtype=dtype)  # with its bias 65,536 parameters
             params = list(model.parameters())
             trained = DistributedDataParallel(model, gradient_as_bucket_view=True) if wrap else model
-            optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=1e-3, shard_gradients=not wrap)
+            options: dict[str, Any] = {"lr": 1e-3, "shard_gradients": not wrap, "master_weights": masters}
+            optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, **options)
             trained(torch.ones(2, 255, dtype=dtype)).sum().backward()
             optimizer.step()
             row = f"DDP + shardstep, {name}" if wrap else f"shardstep with `shard_gradients`, {name}"
-            found[row] = [count / 65_536 for count in optimizer.memory()[:3]]
+            memory = optimizer.memory()
+            kept = [memory.parameters, memory.gradients, memory.state + memory.masters]
+            found[row] = [count / 65_536 for count in kept]
     return found
 
 
 def test_our_rows_are_what_eight_ranks_hold() -> None:
     rows = {row.name: [float(term) for term in row.terms] for row in ROWS}
     per_rank = run_ranks(held, RANKS)
-    assert len(per_rank[0]) == 4
+    assert len(per_rank[0]) == 2 * len(WAYS)
     for rank in per_rank:
         for name, measured in rank.items():
             # A percent: shares end on a multiple of elements, and AdamW has a counter per piece.
@@ -79,6 +90,7 @@ SECTIONS = [
     "Install",
     "Example",
     "Four ways for gradients to arrive",
+    "Training in 16 bits",
     "Memory",
     "When to use something else",
 ]
