@@ -94,8 +94,8 @@ class Native(Transport):
         """When everything that was sent so far has arrived."""
         return self._stream.mark()
 
-    def tensors(self) -> list[Tensor]:
-        """The memory in which parts are packed."""
+    def buffers(self) -> list[Tensor]:
+        """The memory in which parts are packed, as far as it was needed yet."""
         return self._buffers.tensors()
 
     # --- one part -------------------------------------------------------------------------------------------------
