@@ -8,14 +8,27 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
 from shardstep.checkpoint.adapter import ShardedAdapter, adapter_of
 from shardstep.checkpoint.contribution import Contribution, contribution_of
 from shardstep.checkpoint.snapshot import Snapshot
 from shardstep.checkpoint.storage import reader, writer
+from shardstep.layout.boxes import Box
+from shardstep.state.shard import Part, StateShard
 from tests.accelerator import simulated
-from tests.accelerator.devices import DEVICE, device, host_reads, on_device, run_ranks, same, simulation_only, sizes
+from tests.accelerator.devices import (
+    DEVICE,
+    device,
+    host_reads,
+    on_device,
+    own_reads,
+    run_ranks,
+    same,
+    simulation_only,
+    sizes,
+)
 from tests.accelerator.simulated import Entry, Log
 from tests.accelerator.timeline import Timeline
 from tests.accelerator.training import OPTIMIZERS, loss_of, small_model, train_plainly
@@ -334,3 +347,81 @@ def test_memory_that_is_given_away_while_it_is_copied_is_caught(of_state: bool) 
     """The negative control of the test above."""
     with pytest.raises(AssertionError, match="on the simulated device"):
         run_ranks(_fail_to_stage, 1, of_state, False)
+
+
+class _Tied(torch.nn.Module):
+    """One parameter under two names, one that is not contiguous, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = torch.nn.Linear(6, 6).double(), torch.nn.Linear(6, 6).double()
+        self.second.weight = self.first.weight
+        self.conv = torch.nn.Conv2d(3, 4, 3, bias=False).double().to(memory_format=torch.channels_last)
+        self.register_buffer("mean", torch.arange(5.0))
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(data)).sum() + self.conv.weight.sum()
+
+
+def _fit(model: torch.nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 6, dtype=torch.float64, device=next(model.parameters()).device)).backward()
+    optimizer.step()
+
+
+@on_device
+def _load_a_model(rank: int, world: int, folder: str, fails: bool) -> Any:
+    """What a load made the host wait for, without the rest of it; the model's values before, saved, and now."""
+    model = _Tied().to(device())
+    optimizer = _build(model, shard_gradients=True)
+    _fit(model, optimizer)
+    saved = [value.cpu() for value in model.state_dict().values()]
+    checkpoint.save(folder, optimizer, model=model)
+    _fit(model, optimizer)
+    with torch.no_grad():
+        model.mean.fill_(7)
+    before = [value.cpu() for value in model.state_dict().values()]
+    if fails:
+        type(optimizer).load_sharded_state_dict = _raise  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="on purpose"):
+            checkpoint.load(folder, optimizer, model=model)
+        return [], before, before, [value.cpu() for value in model.state_dict().values()]
+    with host_reads() as reads:
+        checkpoint.load(folder, optimizer, model=model)
+    return own_reads(reads), before, saved, [value.cpu() for value in model.state_dict().values()]
+
+
+def _raise(*arguments: Any) -> None:
+    raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("world", sizes(1, 2))
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_is_loaded_through_pinned_memory_and_put_back_if_the_rest_fails(
+    fails: bool, world: int, tmp_path: Path
+) -> None:
+    for reads, _, expected, loaded in run_ranks(_load_a_model, world, str(tmp_path / "c"), fails):
+        same(loaded, expected)
+        blocking = [read for read in reads if "copy" in read]
+        assert len(blocking) == (0 if fails else 2), blocking  # of the tied weight, there and back
+        assert len(reads) - len(blocking) <= 4  # waits for buffers, which hold many tensors
+
+
+@on_device
+def _load_boxes(rank: int, world: int, folder: str) -> Any:
+    """Columns of what was saved as rows: no range of memory."""
+    rows = torch.arange(48.0).view(6, 8)
+    dcp.save({"rows": rows}, checkpoint_id=folder)
+    target = torch.zeros(6, 3, device=device())
+    part = Part(Box((0, 2), (6, 3)), target)
+    with host_reads() as reads:
+        form = {"rows": StateShard((6, 8), [part], target)}
+        dcp.load(form, storage_reader=checkpoint.Reader(folder), planner=checkpoint.SafeLoadPlanner(), no_dist=True)
+    return own_reads(reads), target.cpu()
+
+
+def test_a_box_that_is_no_range_of_a_file_is_loaded_through_pinned_memory(tmp_path: Path) -> None:
+    for reads, found in run_ranks(_load_boxes, 1, str(tmp_path / "c")):
+        same([found], [torch.arange(48.0).view(6, 8)[:, 2:5]])
+        assert reads == []

@@ -19,7 +19,7 @@ def small_model() -> nn.Module:
 
 
 class OwnForward(nn.Module):
-    """A model with a forward of the user's: when DDP calls that of one of torch's containers, dynamo leaves it alone."""
+    """A model with a forward of the user's: if DDP calls that of torch's own containers, dynamo compiles nothing."""
 
     def __init__(self) -> None:
         super().__init__()

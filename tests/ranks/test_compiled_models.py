@@ -54,4 +54,4 @@ def test_a_model_compiled_with_inductor_trains_as_the_plain_optimizer_does(world
         assert found.keys() == set(modes)
         for mode, weights in found.items():
             for weight, other in zip(weights, expected, strict=True):
-                torch.testing.assert_close(weight, other, rtol=0, atol=COMPILED_OTHERWISE, msg=lambda t: f"{mode}\n{t}")
+                assert (weight - other).abs().max() <= COMPILED_OTHERWISE, mode
