@@ -62,7 +62,9 @@ def counted(
     for count, numel in ((400, 13_000), (1600, 3_200), (200, 496), (10_000, 496)):
         value = torch.randn(2, 2, numel // 8, 2)
         params = [Parameter((value + i).to(memory_format=memory_format)) for i in range(count)]
-        optimizer = ZeroRedundancyOptimizer(params, Flat, parameters_as_bucket_view=views, bucket_cap_mb=25, lazy_gather=lazy)
+        optimizer = ZeroRedundancyOptimizer(
+            params, Flat, parameters_as_bucket_view=views, bucket_cap_mb=25, lazy_gather=lazy
+        )
         for param in params:
             param.grad = torch.full_like(param, 2)
         for _ in range(3):  # until every slot of the ring was used
