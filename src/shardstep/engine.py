@@ -193,6 +193,7 @@ class Engine:
         A step that failed before counts as failed afterwards: this completes nothing.
         """
         self.check_not_broken(mode)
+        self.progress.copies.wait()
         self.wait_for_parameters()
         self.notice_changes()
         copy_options(param_groups, self.optimizer.param_groups)

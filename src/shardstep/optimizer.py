@@ -371,10 +371,11 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         return self.engine.sharded.layout
 
     def memory(self) -> MemoryReport:
-        """Bytes of parameters, gradients, state and masters that this rank holds, measured on its live tensors."""
-        sharded, gradients = self.engine.sharded, self.engine.source.tensors()
+        """Bytes of parameters, gradients, state, masters and buffers of this rank, measured on its live tensors."""
+        sharded, source = self.engine.sharded, self.engine.source
         kept, scratch = sharded.masters.memory(), sharded.masters.scratch()
-        return memory.measure(sharded.params.values(), self.optim.state, gradients, kept, scratch)
+        params, state = sharded.params.values(), self.optim.state
+        return memory.measure(params, state, source.tensors(), kept, scratch, source.buffers())
 
     @contextmanager
     def count_lost_updates(self) -> Iterator[LostUpdates]:

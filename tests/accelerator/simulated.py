@@ -13,6 +13,9 @@ processes that are thrown away load it (``on_device``).
 - ``host_reads()``: a context that gives a list, which has a ``HostRead`` for whatever made the host wait meanwhile.
 - ``collectives()``: a context that gives a Counter: what was launched, by kind; coalesced collectives once.
 - ``allocations()``: a context that gives a list of ``Allocation``: bytes, line, stream, whether the memory is new.
+- ``early_frees()``: a context that gives a list of ``EarlyFree``: memory that was freed, without ``record_stream``,
+  before its own stream had waited for whoever used it.
+- ``captured()``: a context that gives a list: what the capture of a CUDA graph would have forbidden in it.
 - ``tracing()``: a context that gives a ``Log``, which counts kernels, for ``timeline.Timeline``; ``mark(name)`` marks
   a place in it.
 - ``races_ignored()``: a context without the race detector. What is looked at too early is NaN there.
@@ -288,6 +291,36 @@ def allocations() -> Iterator[list[Allocation]]:
     made = (entry for entry in log.entries if entry.kind == "allocate")
     for entry in made:
         found.append(Allocation(entry.bytes, entry.line, entry.name == "new", log.streams[entry.stream][1]))
+
+
+class EarlyFree(NamedTuple):
+    """Memory that was freed while another stream may use it: safe only if its own stream waits before it goes on."""
+
+    stream: str  # to whose pool it belongs
+    made_at: str  # lines
+    use: str  # that it has not waited for: operation, stream and line
+    freed_at: str
+
+
+@contextmanager
+def early_frees() -> Iterator[list[EarlyFree]]:
+    extension, found = build(), list[EarlyFree]()
+    start = extension.early_free_count()
+    try:
+        yield found
+    finally:
+        found += (EarlyFree(*one) for one in extension.early_frees(start))
+
+
+@contextmanager
+def captured() -> Iterator[list[str]]:
+    """As if a graph was captured from the current stream: a list of what CUDA would not allow. Nothing is captured."""
+    extension, forbidden = build(), list[str]()
+    extension.begin_capture()
+    try:
+        yield forbidden
+    finally:
+        forbidden += extension.end_capture()
 
 
 @contextmanager

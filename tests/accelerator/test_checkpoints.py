@@ -8,14 +8,28 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
-from shardstep.checkpoint.adapter import adapter_of
+from shardstep.checkpoint.adapter import ShardedAdapter, adapter_of
 from shardstep.checkpoint.contribution import Contribution, contribution_of
 from shardstep.checkpoint.snapshot import Snapshot
 from shardstep.checkpoint.storage import reader, writer
+from shardstep.layout.boxes import Box
+from shardstep.state.shard import Part, StateShard
 from tests.accelerator import simulated
-from tests.accelerator.devices import DEVICE, device, host_reads, on_device, run_ranks, same, simulation_only, sizes
+from tests.accelerator.devices import (
+    DEVICE,
+    device,
+    host_reads,
+    on_device,
+    own_reads,
+    run_ranks,
+    same,
+    simulation_only,
+    sizes,
+)
+from tests.accelerator.simulated import Entry, Log
 from tests.accelerator.timeline import Timeline
 from tests.accelerator.training import OPTIMIZERS, loss_of, small_model, train_plainly
 
@@ -120,30 +134,128 @@ def test_tensors_that_pass_through_many_small_buffers_are_whole(asynchronous: bo
     _check_loaded(tmp_path / "c", 1, 1, DEVICE, 256)
 
 
+def _stage(optimizer: Any, model: torch.nn.Module | None) -> Contribution:
+    """As an asynchronous save does, without the rest of it."""
+    adapted = adapter_of(optimizer)
+    contribution = contribution_of(adapted, model, None)
+    contribution.stage(adapted.hold_state)
+    return contribution
+
+
 @on_device
-def _save_in_background(rank: int, world: int, folder: str, hold_back: bool) -> list[str]:
-    """Where the call that saves made the host wait."""
-    if not hold_back:
+def _save_in_background(rank: int, world: int, unguarded: str = "") -> list[str]:
+    """Where the call that saves made the host wait. ``unguarded``: what nobody waits for."""
+    if unguarded == "model":
         Snapshot.hold_back = lambda self: None  # type: ignore[method-assign]
-    model = small_model().to(DEVICE)
+    if unguarded == "state":
+        ShardedAdapter.hold_state = lambda self, copies: None  # type: ignore[method-assign]
+    model = _WithBuffers().to(DEVICE)
     optimizer = _build(model)
     _train(model, optimizer, 0, range(STEPS))
     with host_reads() as reads:
-        contribution = contribution_of(adapter_of(optimizer), model, None)
-        contribution.stage()
+        copies = _stage(optimizer, None if unguarded == "state" else model)
     _train(model, optimizer, 0, range(STEPS, 2 * STEPS))
+    del copies
     return [str(read) for read in reads]
 
 
-def test_an_asynchronous_save_does_not_make_the_host_wait_for_the_device(tmp_path: Path) -> None:
-    assert run_ranks(_save_in_background, 1, str(tmp_path / "c"), True) == [[]]
+class _WithBuffers(torch.nn.Module):
+    """Its forward changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = small_model()
+        self.register_buffer("mean", torch.zeros(7, dtype=torch.float64))
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.mul_(0.9).add_(data.mean(0), alpha=0.1)
+        return self.net(data - self.mean)
+
+
+def test_an_asynchronous_save_does_not_make_the_host_wait_for_the_device() -> None:
+    assert run_ranks(_save_in_background, 1) == [[]]
 
 
 @simulation_only
-def test_a_step_that_would_not_wait_for_the_copies_is_caught(tmp_path: Path) -> None:
-    """The negative control of the tests above: without ``hold_back`` the next step writes what is still copied."""
+@pytest.mark.parametrize("unguarded", ["model", "state"])
+def test_whoever_would_not_wait_for_the_copies_is_caught(unguarded: str) -> None:
+    """The negative controls of the tests above: what is still copied is written by forward, or by the next step."""
     with pytest.raises(AssertionError, match="A race on the simulated device"):
-        run_ranks(_save_in_background, 1, str(tmp_path / "c"), False)
+        run_ranks(_save_in_background, 1, unguarded)
+
+
+@on_device
+def _trace_after_a_save(rank: int, world: int, saves_model: bool) -> Log:
+    model = _WithBuffers().to(DEVICE)
+    optimizer = _build(model, shard_gradients=True)
+    _train(model, optimizer, rank, range(STEPS))
+    optimizer.zero_grad()
+    with simulated.tracing() as log:
+        copies = _stage(optimizer, model if saves_model else None)
+        simulated.mark("forward")
+        loss = loss_of(model, STEPS, rank)
+        loss.backward()
+        simulated.mark("step")
+        optimizer.step()
+        simulated.mark("end")
+    del copies
+    return log
+
+
+@simulation_only
+@pytest.mark.parametrize("saves_model", [False, True])
+def test_forward_and_backward_run_while_the_state_is_copied_and_the_step_waits(saves_model: bool) -> None:
+    logs = run_ranks(_trace_after_a_save, 2, saves_model)
+    of_model = len(list(small_model().parameters()))
+
+    def duration(entry: Entry) -> float:
+        return 50.0 if "snapshot.py" in entry.line else 1.0
+
+    for rank in range(2):
+        timeline = Timeline(logs, duration, launching=0.0)
+        copies = [one for one in timeline.of(rank, kind="copy") if "snapshot.py" in one.line]
+        computed = timeline.of(rank, kind="kernel", stream="default", between=("forward", "step"))
+        updated = timeline.of(rank, kind="kernel", stream="default", between=("step", "end"))
+        first = computed[0].start
+        early = [one for one in copies if one.end <= first]  # of the model: parameters, and of rank 0 the buffer
+        assert bool(early) == saves_model
+        assert len(early) <= of_model + 1
+        assert computed[-1].end <= copies[-1].start < updated[0].start, "forward and backward run beside the rest"
+        assert updated[0].start >= copies[-1].end, "which the step waits for"
+
+
+@on_device
+def _change_the_state_after_a_save(rank: int, world: int, how: str) -> Any:
+    """Whoever asks for the state may write to it: the copies come first. (Else that is a race.)"""
+    model = small_model().to(DEVICE)
+    optimizer = _build(model)
+    _train(model, optimizer, 0, range(STEPS))
+    before = optimizer.sharded_state_dict()
+    copies = _stage(optimizer, None)
+    if how == "state":
+        for param in model.parameters():
+            optimizer.state[param]["exp_avg"].zero_()
+    elif how == "values":
+        for entry in optimizer.state.values():
+            entry["exp_avg"].zero_()
+    elif how == "sharded_state_dict":
+        for entry in optimizer.sharded_state_dict()["state"].values():
+            entry["exp_avg"].local.zero_()
+    else:
+        optimizer.load_sharded_state_dict(before)
+        _train(model, optimizer, 0, range(1))
+    assert copies.snapshot is not None
+    copies.snapshot.wait_for_all()
+    return [entry["exp_avg"].local.clone() for entry in copies.form["optim"]["state"].values()]
+
+
+@pytest.mark.parametrize("how", ["state", "values", "sharded_state_dict", "load"])
+def test_who_writes_to_the_state_after_an_asynchronous_save_does_not_change_what_is_saved(how: str) -> None:
+    _, state = train_plainly("AdamW", STEPS)
+    expected = [entry["exp_avg"].view(-1) for entry in state["state"].values()]
+    for found in run_ranks(_change_the_state_after_a_save, 1, how):
+        same([one.view(-1) for one in found], expected)
 
 
 @on_device
@@ -209,22 +321,107 @@ class _Uncopyable:
 
 
 @on_device
-def _fail_to_stage(rank: int, world: int, hold_back: bool) -> float:
-    """A copy in one piece of the first tensor is under way, and has no other owner, when the second leaf raises."""
+def _fail_to_stage(rank: int, world: int, of_state: bool, hold_back: bool = True) -> float:
+    """The first tensor is still copied, and has no other owner, when the second leaf raises."""
     if not hold_back:
         Snapshot.hold_back = lambda self: None  # type: ignore[method-assign]
-    scattered = torch.ones(8192, device=device())[::2]
+
+    def fail() -> None:
+        values = {"first": torch.ones(4096, device=device()), "second": _Uncopyable()}
+        form = {"optim": {"state": values if of_state else {}, "param_groups": []}, "extra": {} if of_state else values}
+        Contribution(form).stage(lambda copies: None)
+
     with pytest.raises(RuntimeError, match="on purpose"):
-        Contribution({"first": scattered, "second": _Uncopyable()}).stage()
+        fail()
     return torch.zeros(4096, device=device()).sum().item()  # in the memory of that copy
 
 
-def test_a_save_that_fails_does_not_give_away_memory_that_is_still_copied() -> None:
-    assert run_ranks(_fail_to_stage, 1, True) == [0.0]
+@pytest.mark.parametrize("of_state", [False, True])
+def test_a_save_that_fails_does_not_give_away_memory_that_is_still_copied(of_state: bool) -> None:
+    assert run_ranks(_fail_to_stage, 1, of_state) == [0.0]
 
 
 @simulation_only
-def test_memory_that_is_given_away_while_it_is_copied_is_caught() -> None:
+@pytest.mark.parametrize("of_state", [False, True])
+def test_memory_that_is_given_away_while_it_is_copied_is_caught(of_state: bool) -> None:
     """The negative control of the test above."""
     with pytest.raises(AssertionError, match="on the simulated device"):
-        run_ranks(_fail_to_stage, 1, False)
+        run_ranks(_fail_to_stage, 1, of_state, False)
+
+
+class _Tied(torch.nn.Module):
+    """One parameter under two names, one that is not contiguous, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.second = torch.nn.Linear(6, 6).double(), torch.nn.Linear(6, 6).double()
+        self.second.weight = self.first.weight
+        self.conv = torch.nn.Conv2d(3, 4, 3, bias=False).double().to(memory_format=torch.channels_last)
+        self.register_buffer("mean", torch.arange(5.0))
+
+    def forward(self, data: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(data)).sum() + self.conv.weight.sum()
+
+
+def _fit(model: torch.nn.Module, optimizer: Any) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(2, 6, dtype=torch.float64, device=next(model.parameters()).device)).backward()
+    optimizer.step()
+
+
+@on_device
+def _load_a_model(rank: int, world: int, folder: str, fails: bool) -> Any:
+    """What a load made the host wait for, without the rest of it; the model's values before, saved, and now."""
+    model = _Tied().to(device())
+    optimizer = _build(model, shard_gradients=True)
+    _fit(model, optimizer)
+    saved = [value.cpu() for value in model.state_dict().values()]
+    checkpoint.save(folder, optimizer, model=model)
+    _fit(model, optimizer)
+    with torch.no_grad():
+        model.mean.fill_(7)
+    before = [value.cpu() for value in model.state_dict().values()]
+    if fails:
+        type(optimizer).load_sharded_state_dict = _raise  # type: ignore[method-assign]
+        with pytest.raises(RuntimeError, match="on purpose"):
+            checkpoint.load(folder, optimizer, model=model)
+        return [], before, before, [value.cpu() for value in model.state_dict().values()]
+    with host_reads() as reads:
+        checkpoint.load(folder, optimizer, model=model)
+    return own_reads(reads), before, saved, [value.cpu() for value in model.state_dict().values()]
+
+
+def _raise(*arguments: Any) -> None:
+    raise RuntimeError("on purpose")
+
+
+@pytest.mark.parametrize("world", sizes(1, 2))
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_model_is_loaded_through_pinned_memory_and_put_back_if_the_rest_fails(
+    fails: bool, world: int, tmp_path: Path
+) -> None:
+    for reads, _, expected, loaded in run_ranks(_load_a_model, world, str(tmp_path / "c"), fails):
+        same(loaded, expected)
+        blocking = [read for read in reads if "copy" in read]
+        assert len(blocking) == (0 if fails else 2), blocking  # of the tied weight, there and back
+        assert len(reads) - len(blocking) <= 4  # waits for buffers, which hold many tensors
+
+
+@on_device
+def _load_boxes(rank: int, world: int, folder: str) -> Any:
+    """Columns of what was saved as rows: no range of memory."""
+    rows = torch.arange(48.0).view(6, 8)
+    dcp.save({"rows": rows}, checkpoint_id=folder)
+    target = torch.zeros(6, 3, device=device())
+    part = Part(Box((0, 2), (6, 3)), target)
+    with host_reads() as reads:
+        form = {"rows": StateShard((6, 8), [part], target)}
+        dcp.load(form, storage_reader=checkpoint.Reader(folder), planner=checkpoint.SafeLoadPlanner(), no_dist=True)
+    return own_reads(reads), target.cpu()
+
+
+def test_a_box_that_is_no_range_of_a_file_is_loaded_through_pinned_memory(tmp_path: Path) -> None:
+    for reads, found in run_ranks(_load_boxes, 1, str(tmp_path / "c")):
+        same([found], [torch.arange(48.0).view(6, 8)[:, 2:5]])
+        assert reads == []

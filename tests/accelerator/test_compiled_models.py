@@ -10,7 +10,7 @@ import torch
 from tests.accelerator.devices import device, on_device, run_ranks, same, sizes
 from tests.accelerator.modes import MODES, clone_weights, train_in
 from tests.accelerator.test_kernels import SUMMED_OTHERWISE
-from tests.accelerator.training import OPTIMIZERS, loss_of, small_model, train_plainly
+from tests.accelerator.training import OPTIMIZERS, CountingBackend, OwnForward, loss_of, train_plainly
 
 STEPS = 4
 
@@ -18,14 +18,15 @@ STEPS = 4
 @on_device
 def _train(rank: int, world: int, mode: str) -> Any:
     kind, options = OPTIMIZERS["AdamW"]
-    model = small_model().to(device())
+    model, backend = OwnForward().to(device()), CountingBackend("aot_eager")
     called, optimizer = train_in(mode, model, kind, options, ddp_cap_mb=25)  # dynamo wants its usual buckets
-    compiled = torch.compile(called, backend="aot_eager")
+    compiled = torch.compile(called, backend=backend)
     for step in range(STEPS):
         optimizer.zero_grad()
         optimizer.wait_for_parameters()  # as the docstring of lazy_gather asks for with a compiled model
         loss_of(compiled, step, rank).backward()
         optimizer.step()
+    assert backend.graphs > 0, "nothing was compiled"
     optimizer.check_replicas()
     return clone_weights(model)
 

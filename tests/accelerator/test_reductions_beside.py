@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardstep
 from shardstep import ZeroRedundancyOptimizer
-from tests.accelerator import devices, simulated
+from tests.accelerator import simulated
 from tests.accelerator.devices import (
     DEVICE,
     device,
@@ -83,40 +83,6 @@ def test_a_bucket_is_reduced_while_backward_computes_the_next() -> None:
             assert all(before.end == after.start for before, after in itertools.pairwise(reductions))
         reading = timeline.of(kind="kernel", stream="default", between=("step", "end"))[0]
         assert reading.start >= reductions[-1].end, "what reads gradients waits for them"
-
-
-# --- memory ----------------------------------------------------------------------------------------------------------
-
-
-@on_device
-def _measure(rank: int, world: int, in_flight: int) -> tuple[int, int, int]:
-    """Peak of backward above what was held before it; the share; the largest bucket. In bytes, without activations."""
-    torch.manual_seed(1)
-    params = [nn.Parameter(torch.randn(4096, dtype=torch.float32, device=device())) for _ in range(16)]
-    optimizer = ZeroRedundancyOptimizer(
-        params,
-        torch.optim.SGD,
-        lr=0.1,
-        shard_gradients=True,
-        gradient_buckets_in_flight=in_flight,
-        bucket_cap_mb=2 * 4096 * 4 / 2**20,
-    )
-    for _ in range(3):
-        optimizer.zero_grad()
-        before = devices.memory_held()
-        devices.reset_peak_memory()
-        loss = torch.stack([param.sum() for param in params]).sum()  # one gradient at a time, which autograd expands
-        loss.backward()
-        peak = devices.peak_memory() - before
-        optimizer.step()
-    return peak, 16 * 4096 * 4 // world, 2 * 4096 * 4
-
-
-@pytest.mark.parametrize("in_flight", [1, 3])
-def test_the_peak_of_a_warm_backward_is_the_share_and_what_autograd_has_just_made(in_flight: int) -> None:
-    """Packed buckets are there already, from the first iteration on."""
-    for peak, share, bucket in run_ranks(_measure, 2, in_flight):
-        assert peak <= share + 2 * bucket, "the share, and gradients of a bucket that is not complete"
 
 
 # --- accelerator-only groups -----------------------------------------------------------------------------------------

@@ -236,3 +236,19 @@ def _refuse(rank: int, world: int) -> None:
 
 def test_what_nccl_refuses_is_refused() -> None:
     run_ranks(_refuse, 1, fresh=True)
+
+
+@on_device
+def _drop_the_work(rank: int, world: int) -> int:
+    """Nobody keeps the tensor or the work, as DDP in a Join context. NCCL keeps the memory until it sees the end."""
+    sim = torch.get_device_module("sim")
+    before = sim.memory_allocated()
+    dist.all_reduce(torch.ones(1000, device="sim"), async_op=True)
+    assert sim.memory_allocated() > before
+    torch.ones(1000, device="sim").add_(1)  # a race, if the memory was given away
+    sim.synchronize()
+    return sim.memory_allocated() - before
+
+
+def test_a_work_that_is_dropped_keeps_its_memory_until_the_host_has_seen_its_end() -> None:
+    assert run_ranks(_drop_the_work, 2, fresh=True) == [0, 0]

@@ -18,6 +18,29 @@ def small_model() -> nn.Module:
     return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 11), nn.Tanh(), nn.Linear(11, 3)).double()
 
 
+class OwnForward(nn.Module):
+    """A model with a forward of the user's: if DDP calls that of torch's own containers, dynamo compiles nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = small_model()
+
+    def forward(self, data: Tensor) -> Tensor:
+        return self.layers(data)
+
+
+class CountingBackend:
+    """For ``torch.compile``: another backend, and how many graphs it has compiled."""
+
+    def __init__(self, name: str) -> None:
+        self._compile = torch._dynamo.lookup_backend(name)
+        self.graphs = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.graphs += 1
+        return self._compile(graph, inputs)
+
+
 def batch(step: int, part: int = 0) -> Tensor:
     generator = torch.Generator().manual_seed(1000 * part + step)
     return torch.randn(6, 7, dtype=torch.float64, generator=generator)

@@ -94,9 +94,10 @@ def save(
         adapted.finish_gathers()
         contribution = contribution_of(adapted, model, extra)
         if asynchronous:
-            contribution.stage()
-        claim = claims.claim(path) if adapted.group.rank == 0 else Claim()
-    with claims.released_on_failure(claim):
+            contribution.stage(adapted.hold_state)
+        with contribution.abandoned_on_failure():
+            claim = claims.claim(path) if adapted.group.rank == 0 else Claim()
+    with claims.released_on_failure(claim), contribution.abandoned_on_failure():
         arguments = {"directory": path.name, "keep": str(keep), "asynchronous": str(asynchronous)}
         adapted.consensus.check_equal(save_job.CALL, _facts(adapted, arguments, contribution))
         job = SaveJob(path, contribution, *side_channel_of(adapted), keep, claim=claim)

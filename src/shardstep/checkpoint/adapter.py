@@ -20,6 +20,7 @@ from shardstep.comm import process_group
 from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import Group
 from shardstep.comm.rank_groups import RankGroups, one_dimension
+from shardstep.comm.streams import Mark
 from shardstep.layout.specs import Layout
 from shardstep.params import groups
 from shardstep.params.builder import blank_state
@@ -77,6 +78,9 @@ class OptimizerAdapter(Protocol):
     def finish_gathers(self) -> None:
         """Wait for the parameters: with lazy gathers some may be on their way."""
 
+    def hold_state(self, copies: Sequence[Mark]) -> None:
+        """Whatever changes the state, on the device, comes after these copies of it."""
+
     def load(self, form: dict[str, Any], model: Module | None, strict: bool) -> None:
         """Load a state dict by name."""
 
@@ -113,6 +117,9 @@ class ShardedAdapter:
     def finish_gathers(self) -> None:
         self.optimizer.engine.wait_for_parameters()
 
+    def hold_state(self, copies: Sequence[Mark]) -> None:
+        self.optimizer.engine.progress.copies.add(copies)
+
     def load(self, form: dict[str, Any], model: Module | None, strict: bool) -> None:
         self.optimizer.load_sharded_state_dict(form, model, strict)
 
@@ -135,6 +142,10 @@ class PlainAdapter:
 
     def finish_gathers(self) -> None:
         pass
+
+    def hold_state(self, copies: Sequence[Mark]) -> None:
+        for copy_made in copies:  # nobody tells us when it steps
+            copy_made.wait()
 
     def load(self, form: dict[str, Any], model: Module | None, strict: bool) -> None:
         names = names_of(self.optimizer.param_groups, model)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from shardstep.checkpoint.leaves import is_tensor_tree, leaved, with_leaves
 from shardstep.checkpoint.snapshot import Snapshot
 from shardstep.comm.codec import plain_option
 from shardstep.comm.process_group import Group
+from shardstep.comm.streams import Mark
 from shardstep.layout.shares import Share
 from shardstep.layout.specs import Piece
 from shardstep.params.dtensors import plain_tensor
@@ -33,14 +35,30 @@ class Contribution:
     orders: dict[str, list[int]] = field(default_factory=dict)  # of tensors with another order in memory, by key
     snapshot: Snapshot | None = None  # the copies that the form is made of, if some are under way
 
-    def stage(self) -> None:
-        """Replace everything by a copy on the CPU, so that training can go on."""
-        snapshot = Snapshot()
-        try:
-            self.form = named.map_leaves(self.form, snapshot.copied)
-        finally:  # also of what cannot be copied: the snapshot and its temporary tensors go, and are still read
+    def stage(self, hold_state: Callable[[Sequence[Mark]], None]) -> None:
+        """Replace everything by a copy on the CPU, so that training can go on. See [Note: who waits for the copies].
+
+        ``hold_state`` sees to it that the state is not changed before it is copied.
+        """
+        self.snapshot = snapshot = Snapshot()
+        rest, state = {**self.form, OPTIM: {**self.form[OPTIM]}}, self.form[OPTIM][STATE]
+        del rest[OPTIM][STATE]
+        with self.abandoned_on_failure():
+            form = named.map_leaves(rest, snapshot.copied)
             snapshot.hold_back()
-        self.snapshot = snapshot if snapshot.is_under_way else None
+            form[OPTIM][STATE] = named.map_leaves(state, snapshot.copied)
+            hold_state(snapshot.seal())
+        self.form, self.snapshot = form, snapshot if snapshot.is_under_way else None
+
+    @contextmanager
+    def abandoned_on_failure(self) -> Iterator[None]:
+        """If it is not saved after all, it goes, with what is still copied: what follows on the device comes after."""
+        try:
+            yield
+        except BaseException:
+            if self.snapshot is not None:
+                self.snapshot.hold_back()
+            raise
 
 
 def contribution_of(adapted: OptimizerAdapter, model: Module | None, extra: Mapping[str, Any] | None) -> Contribution:

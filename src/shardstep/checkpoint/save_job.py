@@ -66,6 +66,8 @@ class SaveJob:
 
     def _end(self, error: BaseException | None, ended: Future[None]) -> None:
         """The thread has ended."""
+        if self._contribution.snapshot is not None:
+            self._contribution.snapshot.wait_for_all()  # after a failure some may be under way
         self._contribution.form, self._contribution.snapshot = {}, None  # the copy: the handle may be kept for long
         if error is None:
             self._claim.release()  # before anybody can know that it has ended, and save again

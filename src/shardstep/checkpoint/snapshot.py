@@ -1,8 +1,14 @@
 """The copy of the state in host memory that an asynchronous save writes, while training goes on.
 
 Tensors of a device go to pinned memory on a stream beside the computation. The call that saves only enqueues the
-copies; the thread that writes waits for each before it reads it. Nobody may change a tensor before it is copied, and
-the device sees to that: what training enqueues next waits for the copies (``hold_back``), not for the disk.
+copies; the thread that writes waits for each before it reads it.
+
+[Note: who waits for the copies]
+Nobody may change a tensor before it is copied, and the device sees to that, without a host that waits, and never for
+the disk. Parameters, buffers, options (``lr`` may be a tensor) and ``extra`` can be changed by anybody, and buffers are
+by forward (BatchNorm): they are copied first, and whatever training enqueues next waits for that (``hold_back``). The
+state of a sharded optimizer is copied after them. It changes in a step, in ``load_state_dict``, and by whoever asks
+for it, and these wait for its copies (``Progress.copies``); forward and backward run beside them.
 """
 
 from __future__ import annotations
@@ -69,7 +75,8 @@ class Snapshot:
         if not has_streams(tensor.device) or is_traceable_wrapper_subclass(tensor) or tensor.nbytes == 0:
             return tensor.to("cpu", copy=True)
         if not _is_dense(tensor):
-            tensor = tensor.contiguous()
+            with self._stream_of(tensor.device).after_current():  # whose memory it is then: nobody else uses it
+                tensor = tensor.contiguous()
         memory = self._room(tensor.nbytes)
         self._enqueue(memory, tensor)
         # In the order of its memory, which a copy keeps.
@@ -89,11 +96,16 @@ class Snapshot:
         elements = torch.as_strided(tensor, (tensor.numel(),), (1,))
         places = view_as(memory, elements)
         step = max(BUFFER_BYTES // tensor.itemsize, 1)
-        stream = self._streams.setdefault(tensor.device, SideStream(tensor.device))
+        stream = self._stream_of(tensor.device)
         with stream.after_current():
             for place, part in zip(places.split(step), elements.split(step), strict=True):
                 place.copy_(part, non_blocking=True)
                 self._strips[place.data_ptr()] = _Strip(place.data_ptr() + place.nbytes, stream.mark(), [tensor])
+
+    def _stream_of(self, device: torch.device) -> SideStream:
+        if device not in self._streams:
+            self._streams[device] = SideStream(device)
+        return self._streams[device]
 
     @property
     def is_under_way(self) -> bool:
@@ -101,10 +113,20 @@ class Snapshot:
         return bool(self._strips)
 
     def hold_back(self) -> None:
-        """The current stream goes on when all copies are made, and so does what training enqueues on it next."""
-        self._starts = sorted(self._strips)
+        """The current stream goes on when all copies so far are made, and so does what training enqueues on it next."""
         for stream in self._streams.values():
             stream.join()
+
+    def seal(self) -> list[Mark]:
+        """Nothing else will be copied. Returns when all is."""
+        self._starts = sorted(self._strips)
+        return [stream.mark() for stream in self._streams.values()]
+
+    def wait_for_all(self) -> None:
+        """Wait, on the host, for everything: then it is no matter what becomes of the tensors."""
+        for strip in self._strips.values():
+            strip.mark.wait_on_host()
+            strip.sources.clear()
 
     def wait_for_leaves(self) -> None:
         """Wait, on the host, for what is in leaves. They are read as a whole."""

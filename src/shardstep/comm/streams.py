@@ -41,6 +41,24 @@ class Mark:
             self._event.synchronize()
 
 
+class Marks:
+    """Points in the order of streams, for which whoever is concerned waits."""
+
+    def __init__(self) -> None:
+        self._marks: list[Mark] = []
+
+    def add(self, marks: Iterable[Mark]) -> None:
+        self._marks += marks
+
+    def wait(self) -> None:
+        """The current streams go on when all of them are reached. The host does not wait."""
+        for mark in self._marks:
+            mark.wait()
+
+    def clear(self) -> None:
+        self._marks.clear()
+
+
 class SideStream:
     """A stream beside the one that computes; on a device without streams, the order of the program."""
 

@@ -38,13 +38,16 @@ class PackedBuffers:
         self._device = device
         self._memory: list[Tensor | None] = [None] * count
         self._free = [Mark() for _ in range(count)]
+        self._joined: list[list[Any]] = [[] for _ in range(count)]  # streams that are after that mark already
         self._turn = 0
         self.nbytes = 0  # of each; before the first is taken: as much as the largest part needs
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
         """The next buffer, as soon as what was sent from it has left: the current stream waits for that."""
         turn = self._turn
-        self._free[turn].wait()
+        # To wait once more costs nothing, but the capture of a CUDA graph forbids to wait for what was before it.
+        if not self._joined[turn] or current_stream(self._device) not in self._joined[turn]:
+            self._free[turn].wait()
         memory = self._memory[turn]
         if memory is None:
             memory = self._memory[turn] = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
@@ -52,8 +55,14 @@ class PackedBuffers:
 
     def free_at(self, mark: Mark) -> None:
         """What was packed into the buffer that was taken has left it when ``mark`` is reached."""
-        self._free[self._turn] = mark
+        self._free[self._turn], self._joined[self._turn] = mark, []
         self._turn = (self._turn + 1) % len(self._memory)
+
+    def joined(self, stream: Any) -> None:
+        """``stream`` has waited for everything that was sent so far."""
+        for streams in self._joined:
+            if stream not in streams:
+                streams.append(stream)
 
     def tensors(self) -> list[Tensor]:
         return [memory for memory in self._memory if memory is not None]
@@ -89,13 +98,14 @@ class Native(Transport):
         if self.enqueues and (current := current_stream(self._device)) not in self._joined:
             self._stream.join()
             self._joined.append(current)
+            self._buffers.joined(current)
 
     def mark(self) -> Mark:
         """When everything that was sent so far has arrived."""
         return self._stream.mark()
 
-    def tensors(self) -> list[Tensor]:
-        """The memory in which parts are packed."""
+    def buffers(self) -> list[Tensor]:
+        """The memory in which parts are packed, as far as it was needed yet."""
         return self._buffers.tensors()
 
     # --- one part -------------------------------------------------------------------------------------------------

@@ -48,6 +48,13 @@ class ReduceScatter(NamedTuple):
         """Its memory, without that of its own share, which is the shard's."""
         return [self.packed, *(one for one in self.received if one is not self.own)]
 
+    def without_memory(self) -> ReduceScatter:
+        """What is left to know of it when all is enqueued that is to be done with its memory."""
+        return self._replace(packed=_NOTHING, own=_NOTHING, received=[])
+
+
+_NOTHING = torch.empty(0)
+
 
 class Messages(Protocol):
     """A short message of every rank, on its way."""

@@ -157,6 +157,9 @@ class ReducedGradients(GradientSource):
         self._reducer.join()  # shards without gradients that somebody took off the parameters become zero
         return [*self._shards.memory(), *self._reducer.tensors()]
 
+    def buffers(self) -> list[Tensor]:
+        return self._reducer.buffers()
+
     def check_params(self, params: Iterable[Tensor]) -> None:
         params = list(params)
         check_not_in_ddp(params)

@@ -108,7 +108,11 @@ class GradientReducer:
         under_way = [tensor for sent in all_sent for tensor in sent.scatter.tensors()]
         under_way += [sent.scatter.own for sent in all_sent if sent.kept]  # else it is the shard's memory, see _room
         under_way += [tensor for sent in all_sent if sent.across is not None for tensor in sent.across.tensors()]
-        return [*self.iteration.arrived.values(), *under_way, *self._transports.tensors()]
+        return [*self.iteration.arrived.values(), *under_way]
+
+    def buffers(self) -> list[Tensor]:
+        """The memory in which parts are packed on accelerators, which is kept."""
+        return self._transports.buffers()
 
     # --- iterations -----------------------------------------------------------------------------------------------
 
@@ -195,6 +199,8 @@ class GradientReducer:
             if not sent.is_over:
                 self._put(sent, transport)
         sent.is_put, self._arrivals[sent.part.bucket.position] = True, transport.mark()
+        # The memory is the reduce stream's: the next part may have it, however many are counted as under way.
+        sent.scatter, sent.across = sent.scatter.without_memory(), None
 
     def _room(self, part: BucketPart, kept: set[int], of_use: bool) -> Tensor:
         """Memory for this rank's share of a part: of its shard, unless that holds gradients to which it is added."""

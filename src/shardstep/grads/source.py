@@ -112,5 +112,9 @@ class GradientSource(StepGradients):
         """The gradients that are kept elsewhere than on the parameters."""
         return []
 
+    def buffers(self) -> list[Tensor]:
+        """Memory that is kept between iterations and holds no gradient then."""
+        return []
+
     def check_copyable(self) -> None:
         """RuntimeError if a copy of the optimizer would be without what this source has put on the parameters."""

@@ -71,9 +71,9 @@ class ReduceTransports:
         for native in self._natives.values():
             native.join()
 
-    def tensors(self) -> list[Tensor]:
-        """The memory in which parts are packed on accelerators."""
-        return [tensor for native in self._natives.values() for tensor in native.tensors()]
+    def buffers(self) -> list[Tensor]:
+        """The memory in which parts are packed on accelerators, which is kept."""
+        return [tensor for native in self._natives.values() for tensor in native.buffers()]
 
     @property
     def is_full(self) -> bool:

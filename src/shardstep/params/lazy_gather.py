@@ -14,7 +14,10 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -90,11 +93,10 @@ class LazyGathers:
         self._waiting: dict[int, list[Parameter]] = {}
         for position in gathers.in_flight:
             params = params_of(position)
-            if all(type(param) is Parameter for param in params):
+            if set(map(type, params)) <= {Parameter}:
                 self._waiting[position] = params  # type: ignore[assignment]
-                for param in params:
-                    param._arrive = lambda position=position: self.finish(position)  # type: ignore[attr-defined]
-                    param.__class__ = InFlightParameter
+                _on_each(setattr, params, "_arrive", partial(self.finish, position))
+                _on_each(setattr, params, "__class__", InFlightParameter)
         stuck = [position for position in gathers.in_flight if position not in self._waiting]
         if stuck:  # of another class, which cannot be made to wait
             self.finish(stuck[-1])
@@ -122,9 +124,14 @@ class LazyGathers:
                 raise
 
     def _release(self, position: int) -> None:
-        for param in self._waiting.pop(position, ()):
-            param.__class__ = Parameter
-            del param._arrive  # type: ignore[attr-defined]
+        params = self._waiting.pop(position, [])
+        _on_each(setattr, params, "__class__", Parameter)
+        _on_each(delattr, params, "_arrive")
+
+
+def _on_each(call: Callable[..., Any], params: Sequence[Tensor], *arguments: Any) -> None:
+    """``call(param, *arguments)`` for each, as a pass in C: it runs in every step."""
+    deque(map(call, params, *map(repeat, arguments)), maxlen=0)
 
 
 def _in_flight(value: Any) -> list[InFlightParameter]:

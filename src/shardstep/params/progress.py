@@ -10,6 +10,8 @@ from __future__ import annotations
 from enum import Enum, auto
 from typing import Any
 
+from shardstep.comm.streams import Marks
+
 
 class StepState(Enum):
     READY = auto()  # between steps
@@ -37,6 +39,8 @@ class Progress:
         self.has_state = False  # whether any rank may hold optimizer state
         self.gathers_started = 0  # so far: after a failure the ranks compare it
         self.collected: Any = None  # the full state, until it changes
+        # On accelerators: when what a save in the background copies of the state is copied. Who changes it waits.
+        self.copies = Marks()
 
     @property
     def failure(self) -> str:
@@ -50,6 +54,8 @@ class Progress:
 
     def begin(self) -> None:
         """A step begins, perhaps after one that failed everywhere alike."""
+        self.copies.wait()
+        self.copies.clear()  # whatever follows on another stream is ordered after this step
         self._become(StepState.STEPPING)
         self._depth += 1
 

@@ -22,6 +22,8 @@ class MemoryReport(NamedTuple):
         masters: with ``master_weights``: what is kept of the masters between steps.
         scratch: with ``master_weights``: memory that updates use, one bucket after the other. An optimizer whose step
             cannot be split uses it for all at once.
+        buffers: with sharded gradients on an accelerator: memory in which buckets are packed, and which is kept:
+            ``gradient_buckets_in_flight`` times the largest bucket.
     """
 
     parameters: int
@@ -29,6 +31,7 @@ class MemoryReport(NamedTuple):
     state: int
     masters: int = 0
     scratch: int = 0
+    buffers: int = 0
 
 
 def measure(
@@ -37,15 +40,16 @@ def measure(
     sharded: Sequence[Tensor],
     masters: Sequence[Tensor] = (),
     scratch: Sequence[Tensor] = (),
+    buffers: Sequence[Tensor] = (),
 ) -> MemoryReport:
-    """Bytes of distinct memory behind parameters, their gradients, the state of the local optimizer, and masters.
+    """Bytes of distinct memory behind parameters, their gradients, the state of the local optimizer, masters, buffers.
 
     ``sharded``: gradients that are not on the parameters. (A sharded gradient there has no memory of its own.)
     """
     params = list(params)
     gradients = [param.grad for param in params if type(param.grad) is Tensor]
     gradients += sharded
-    kinds = (params, gradients, _tensors(dict(state)), masters, scratch)
+    kinds = (params, gradients, _tensors(dict(state)), masters, scratch, buffers)
     return MemoryReport(*map(_bytes, kinds))
 
 

@@ -115,6 +115,7 @@ class ShardedOptimizer(Optimizer):
         copies of its pieces. If it fails on a rank it fails on all, and nothing is changed anywhere.
         """
         self.engine.check_not_broken("load_state_dict")
+        self.engine.progress.copies.wait()
         with self.engine.consensus.reporting("load_state_dict"):
             state_dict = dcp_forms.unflattened(plain.outer_copy(state_dict))
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -156,6 +157,7 @@ class ShardedOptimizer(Optimizer):
     def _form_in_pieces(self) -> dict[str, Any]:
         """torch's plain form with this rank's pieces of the state, as ``StateShard``s."""
         sharded = self.engine.sharded
+        self.engine.progress.copies.wait()  # the caller may load into them
         entries = named.sharded_states(sharded, self.optim, blanks=True)
         states: dict[Any, Any] = {index: entries.get(index, {}) for index in sharded.params}
         return plain.plain_form(self.param_groups, Snapshot((self.rank,), states), self.rank)
@@ -171,6 +173,7 @@ class ShardedOptimizer(Optimizer):
             model: whose names to use; without it those that the optimizer was built with, or positions.
         """
         names = names_of(self.param_groups, model)
+        self.engine.progress.copies.wait()  # the caller may load into it
         return named.named_form(self.param_groups, names, self.engine.sharded, self.optim, blanks=True)
 
     def load_sharded_state_dict(
@@ -187,6 +190,7 @@ class ShardedOptimizer(Optimizer):
         """
         call = "load_sharded_state_dict"
         self.engine.check_not_broken(call)
+        self.engine.progress.copies.wait()
         with self.engine.consensus.reporting(call):
             names = names_of(self.param_groups, model)
             parts = named.loadable(state_dict, self.param_groups, names, self.engine.sharded, strict)

@@ -35,6 +35,7 @@ class StateView(MutableMapping[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         """As in torch, a missing entry is made, so that it can be filled."""
+        self._progress.copies.wait()  # the caller may write into it
         if key in self._owned:
             return self._local.state.setdefault(self._owned[key], {})
         return self._look_up(key)
@@ -50,6 +51,7 @@ class StateView(MutableMapping[Any, Any]):
         return [self._look_up(key) for key in self]
 
     def _look_up(self, key: Any) -> Any:
+        self._progress.copies.wait()
         if not isinstance(key, Tensor):
             return self._local.state[key]
         if key not in self._params:

@@ -34,6 +34,24 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     return found;
   });
   m.def("host_read_count", [] { return host_reads.size(); });
+  m.def("early_frees", [](size_t since) {
+    Locked lock(state);
+    std::vector<std::tuple<std::string, std::string, std::string, std::string>> found;
+    for (size_t at = since; at < early_frees.size(); ++at) {
+      auto& one = early_frees[at];
+      found.emplace_back(one.stream, lines[one.made_at].outside, one.use, lines[one.freed_at].outside);
+    }
+    return found;
+  });
+  m.def("early_free_count", [] { return early_frees.size(); });
+  m.def("begin_capture", [] {
+    Locked lock(state);
+    streams.begin_capture(current_stream(device(-1)));
+  });
+  m.def("end_capture", [] {
+    Locked lock(state);
+    return streams.end_capture(current_stream(device(-1)));
+  });
   m.def("launched", [] { return launched; });
   m.def("usage", [](int index) {
     auto& used = memory.usage[device(index).index()];

@@ -17,6 +17,7 @@ struct Launch {
     point = streams.launch(stream);
     clock = stream.clock;
     memory.check_freed(stream);
+    capture.launch(stream, what, lines[line].outside);
   }
   void touch(const at::Tensor& tensor, bool writes) {
     if (!tensor.defined() || tensor.device().type() != TYPE || !tensor.has_storage()) return;
@@ -45,14 +46,22 @@ struct ToHost {  // a copy to pinned memory: not there until the host has waited
 };
 inline std::vector<ToHost>& to_host = *new std::vector<ToHost>;
 
+struct Shelved {  // tensors of a collective for which nobody has waited: as NCCL, hold them until the host sees that it is done
+  Event end;
+  std::vector<at::Tensor> kept;
+};
+inline std::vector<Shelved>& shelf = *new std::vector<Shelved>;
+
 // The host goes on when the event has happened.
 inline void host_waits(const Event& event, const std::string& kind, bool counts = true) {
   int line = lines.here();
   Clock clock;
   std::vector<ToHost> there;
+  std::vector<Shelved> over;
   {
     Locked lock(state);
     if (counts) host_reads.push_back({kind, line});
+    capture.forbid("the host waits (" + kind + ") at " + lines[line].outside);
     streams.host.merge(event.clock);
     clock = streams.host;
     for (auto point : event.points) trace.add({"host waits", point, kind, 0, line});
@@ -60,6 +69,10 @@ inline void host_waits(const Event& event, const std::string& kind, bool counts 
     auto rest = std::stable_partition(to_host.begin(), to_host.end(), [&](auto& copy) { return !is_there(copy); });
     there.assign(std::make_move_iterator(rest), std::make_move_iterator(to_host.end()));
     to_host.erase(rest, to_host.end());
+    auto is_under_way = [&](const Shelved& one) { return !Streams::is_after(clock, one.end); };
+    auto done = std::stable_partition(shelf.begin(), shelf.end(), is_under_way);
+    over.assign(std::make_move_iterator(done), std::make_move_iterator(shelf.end()));
+    shelf.erase(done, shelf.end());
   }
   for (auto& copy : there) copy.to.copy_(copy.from);
   memory.bring_in_all(clock);

@@ -45,6 +45,14 @@ struct Freed {  // its memory may be given out again: whoever used it must be do
   int freed_at;
 };
 
+struct EarlyFree {
+  std::string stream;  // whose memory it is
+  int made_at;
+  std::string use;  // on another stream
+  int freed_at;
+};
+inline std::vector<EarlyFree>& early_frees = *new std::vector<EarlyFree>;
+
 struct Usage {
   int64_t current = 0, peak = 0, reserved = 0, held = 0, count = 0, reused = 0;
 };
@@ -73,6 +81,7 @@ struct Memory final : c10::DeviceAllocator {
     block->asked = bytes, block->line = line;
     used.current += rounded(bytes), used.peak = std::max(used.peak, used.current), ++used.count;
     trace.add({"allocate", stream.last(), block->was_used ? "again" : "new", int64_t(rounded(bytes)), line});
+    capture.launch(stream, "an allocation", lines[line].outside);
     block->was_used = true;
     std::memset(block->data, POISON, block->size);
     block->accesses.reset(block->size, {stream.last(), names("allocation"), line, true});
@@ -89,10 +98,26 @@ struct Memory final : c10::DeviceAllocator {
     Locked lock(state);
     block.freed_at = line;
     for (int stream : block.recorded) block.held_until.push_back(streams.record(streams.all[stream]));
+    note_if_early(block);
     usage[block.device].current -= rounded(block.asked);
     if (!block.recorded.empty()) usage[block.device].held += rounded(block.asked);
     trace.add({"free", streams.all[block.stream].last(), "", int64_t(rounded(block.asked)), line});
     pools[block.stream].returned.push_back(&block);
+  }
+
+  // Freed while a stream that was not recorded may use it, as far as its own stream knows by now. That is a race only if its own
+  // stream goes on before it waits (check_freed).
+  void note_if_early(Block& block) {
+    auto known = streams.all[block.stream].clock;
+    known.merge(streams.host);
+    auto note = [&](const Access& access) {
+      if (known.covers(access.by) || block.recorded.count(access.by.stream)) return;
+      early_frees.push_back({streams.all[block.stream].name, block.line, shown(access), block.freed_at});
+    };
+    for (auto& [_, segment] : block.accesses.segments) {
+      note(segment.write);
+      for (auto& read : segment.reads) note(read);
+    }
   }
 
   Block* take(Stream& stream, size_t size) {

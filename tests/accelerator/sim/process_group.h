@@ -23,6 +23,10 @@ struct Work final : c10d::Work {
   bool blocks_host = false;
 
   Work(int rank, c10d::OpType kind, c10::Device where) : c10d::Work(rank, kind), where(where) {}
+  ~Work() override {
+    Locked lock(state);
+    if (!kept.empty()) shelf.push_back({end, std::move(kept)});
+  }
   bool isCompleted() override { return has_happened(end); }
   bool isSuccess() const override { return true; }
   void synchronize() override {

@@ -36,6 +36,7 @@ struct Stream {
   uint64_t number = 0;  // of its last operation
   Clock clock{};
   int polls = 0;  // questions whether it is done
+  int capture = 0;  // the number of the capture that it is part of
   Point last() const { return {id, number}; }
 };
 
@@ -43,11 +44,33 @@ struct Event {
   Clock clock;
   std::vector<Point> points;  // what must be done: the last operation of a stream, or of several
   int polls = 0;
+  int capture = 0;  // that its stream was part of when it was recorded
 };
 
 // All of the simulation's state is under this mutex. Nobody waits, or asks for Python's lock, while holding it.
 inline std::recursive_mutex& state = *new std::recursive_mutex;
 using Locked = std::lock_guard<std::recursive_mutex>;
+
+// The rules of CUDA's graph capture: a stream is part of it from where it waits for one that is, and must be waited for in the end.
+// Nothing is captured or replayed; what the rules forbid is noted.
+struct Capture {
+  int number = 0;  // of the one that is on; 0: none
+  int last = 0;
+  std::vector<std::string> forbidden;
+
+  void forbid(const std::string& what) {
+    if (number) forbidden.push_back(what);
+  }
+  void wait(Stream& stream, const Event& event) {
+    if (!number) return;
+    if (event.capture == number) stream.capture = number;
+    else if (stream.capture == number) forbid("stream \"" + stream.name + "\" waits for an event that was recorded outside of the capture");
+  }
+  void launch(const Stream& stream, const std::string& what, const std::string& line) {
+    if (stream.capture != number) forbid(what + " on stream \"" + stream.name + "\", which is not captured, at " + line);
+  }
+};
+inline Capture& capture = *new Capture;
 
 struct Streams {
   std::deque<Stream> all;
@@ -78,7 +101,7 @@ struct Streams {
   }
   Event record(Stream& stream) {
     stream.clock.merge(host);
-    return {stream.clock, {stream.last()}};
+    return {stream.clock, {stream.last()}, 0, stream.capture};
   }
   void wait(Stream& stream, const Event& event) {
     // Also for what the other stream only waits for: it may have launched nothing since.
@@ -87,6 +110,18 @@ struct Streams {
       if (!stream.clock.covers(point)) trace.wait(stream.id, point);
     }
     stream.clock.merge(event.clock);
+    capture.wait(stream, event);
+  }
+  void begin_capture(Stream& origin) {
+    capture.number = origin.capture = ++capture.last;
+    capture.forbidden.clear();
+  }
+  std::vector<std::string> end_capture(const Stream& origin) {
+    for (auto& stream : all)
+      if (stream.capture == capture.number && !origin.clock.covers(stream.last()))
+        capture.forbid("stream \"" + stream.name + "\" is captured, and not waited for in the end");
+    capture.number = 0;
+    return capture.forbidden;
   }
   static bool is_after(const Clock& clock, const Event& event) {
     return std::all_of(event.points.begin(), event.points.end(), [&](Point point) { return clock.covers(point); });

@@ -25,7 +25,7 @@ from shardstep.checkpoint.storage import dcp_versions, directories, safe_metadat
 from shardstep.checkpoint.storage import manifest as manifests
 from shardstep.checkpoint.storage.manifest import CheckpointError, FileList, Item, Manifest
 from shardstep.checkpoint.storage.torch_file import WINDOW_BYTES, Frame, bytes_in, frame_of, memory_of
-from shardstep.comm.host_copies import Uploads
+from shardstep.comm.host_copies import Uploads, view_as
 
 _SMALL_BYTES = 8 * 1024  # an item up to this size is read with one call, also if a part of it is wanted
 
@@ -160,7 +160,7 @@ class Reader(FileSystemReader):
                 raise CheckpointError(f"{file.path} expects a tensor of shape {shape} at byte {info.offset}.")
             for dim, (offset, length) in enumerate(zip(*region, strict=True)):
                 saved = saved.narrow(dim, offset, length)
-            target.copy_(saved)
+            self._copy(saved, target)
         else:
             start = _flat_start(shape, region[0])
             for at, window in self._windows_for(target, dtype):
@@ -168,6 +168,14 @@ class Reader(FileSystemReader):
                 if window.data_ptr() != target.data_ptr():
                     self._fill(target, at, window)
         planner.commit_tensor(item, target)
+
+    def _copy(self, saved: Tensor, target: Tensor) -> None:
+        if target.device.type == "cpu" or saved.nbytes == 0:
+            target.copy_(saved)
+            return
+        place = view_as(self._uploads.room(saved.nbytes), saved)
+        place.copy_(saved)
+        self._uploads.send(place, target)
 
     def _windows_for(self, target: Tensor, dtype: torch.dtype) -> Iterator[tuple[int, Tensor]]:
         """Where to read to, in order, with the first element of each: the target's memory, or host memory for it."""
