@@ -438,7 +438,7 @@ def yardstick() -> float:
 @pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("granularity", ["element", "tensor"])
 def test_the_layout_of_100000_tensors_on_1024_ranks_takes_less_than_a_second(granularity, sizes):
-    """Processor time, the best of at most three runs; of a processor that is slow just now, as much as the yardstick says.
+    """Processor time, the best of at most three runs; if the processor is slow just now, as much as the yardstick says.
 
     (What else this process has is not searched for garbage meanwhile: it is pytest's, and not of a layout.)
     """
