@@ -9,11 +9,12 @@ them. What needs packages that
 are not in the environment of ``make test`` is not in it even if they are installed: the sweep over every optimizer
 class and all of heavyball (``optimizers``, ``make test-optimizers``), Lightning and transformers (``frameworks``,
 ``make test-frameworks``), the site (``docs``, ``make test-docs``), what a user installs (``package``,
-``make test-package``), and several hosts, for which it takes root (``hosts``, ``make test-hosts``). For the time they
-take, some have targets of their own: programs that a user starts (``programs``: examples, the command line,
-``make test-programs``), and tests whose claim has a cheaper one beside it (``extended``, ``make test-extended``). So it is
-with the simulated device (``accelerator``): a core is in ``make test`` (``tests/accelerator/core.py``), the others are
-``extended``, and ``make test-accelerator`` runs all.
+``make test-package``), and several hosts, for which it takes root (``hosts``, ``make test-hosts``).
+
+For the time they take, some have targets of their own: programs that a user starts (``programs``: examples, the command
+line, ``make test-programs``), and tests whose claim a cheaper one makes as well (``extended``, ``make test-extended``).
+Of the tests of the simulated device (``accelerator``) a core is in ``make test`` (``tests/accelerator/core.py``); the
+others are ``extended``, and ``make test-accelerator`` runs all.
 """
 
 from __future__ import annotations

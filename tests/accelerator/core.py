@@ -53,8 +53,8 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_memory_that_is_given_away_while_it_is_copied_is_caught",
     ),
     "test_masters_on_device.py": (
-        "test_a_model_that_is_moved_has_the_same_masters_and_parameters[3-mode0-False]",
-        "test_a_model_that_is_moved_has_the_same_masters_and_parameters[3-remainder-True]",
+        "test_a_model_that_is_moved_has_the_same_masters_and_parameters[2-mode0-False]",
+        "test_a_model_that_is_moved_has_the_same_masters_and_parameters[2-remainder-True]",
     ),
     "test_moved_model.py": (
         "test_gradients_that_were_cleared_elsewhere_are_collected_where_the_model_is_now",

@@ -8,7 +8,7 @@ from tests.accelerator.core import CORE, is_core, unknown
 
 
 def test_every_test_of_the_core_is_there(request: pytest.FixtureRequest) -> None:
-    """Of the files that were collected with this one. (A test that got another name would be left out without a word.)"""
+    """Of the files collected with this one. (A test that got another name would be left out without a word.)"""
     if request.config.option.keyword or any("::" in arg for arg in request.config.args):
         pytest.skip("somebody chose tests: those of the core need not be among them")
     assert unknown((item.path.name, item.name) for item in request.session.items) == []
