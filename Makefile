@@ -14,6 +14,9 @@ ARGS   ?=
 # What needs no further packages: the others have suites of their own.
 OWN    := not optimizers and not frameworks and not package and not docs and not hosts
 
+# Each of the processes that a run of the tests starts would compile all of it again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: train test test-all test-extended test-programs test-optimizers test-frameworks test-migration test-package test-accelerator test-gpu test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-precision bench-hosts bench-gpu bench-checkpoint bench-compare clean
 .DEFAULT_GOAL := test
 
