@@ -12,9 +12,12 @@ GPU_TORCH ?= torch>=2.6
 NPROC  ?= 2
 ARGS   ?=
 # What needs no further packages: the others have suites of their own.
-OWN    := not optimizers and not frameworks and not package and not docs and not accelerator and not hosts
+OWN    := not optimizers and not frameworks and not package and not docs and not hosts
 
-.PHONY: train test test-all test-programs test-optimizers test-frameworks test-migration test-package test-accelerator test-gpu test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-precision bench-hosts bench-gpu bench-checkpoint bench-compare clean
+# Each of the processes that a run of the tests starts would compile all of it again.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: train test test-all test-extended test-programs test-optimizers test-frameworks test-migration test-package test-accelerator test-gpu test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-precision bench-hosts bench-gpu bench-checkpoint bench-compare clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -28,9 +31,14 @@ $(VENV)/installed: pyproject.toml
 train: $(VENV)/installed
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
 
-# Each test at 1 and 3 ranks; test-all: also the same tests at 2, 4 and 5 (see tests/conftest.py), and the programs.
+# Each test at 1 and 3 ranks, and the core of the simulated device's tests (see test-accelerator); test-all: also the same
+# tests at 2, 4 and 5 (see tests/conftest.py), the programs, what is extended, and all of the device.
 test: lint
-	$(BIN)/python -m pytest -m "not again and not programs and $(OWN)" $(ARGS)
+	$(BIN)/python -m pytest -m "not again and not programs and not extended and $(OWN)" $(ARGS)
+
+# Tests that take long, and whose claim a cheaper one makes as well.
+test-extended: $(VENV)/installed
+	$(BIN)/python -m pytest -m "extended and not again and not programs and not accelerator and $(OWN)" $(ARGS)
 
 # What a user starts: the examples under torchrun, the command line, programs that are killed, restarted, or end.
 PROGRAMS := tests/test_examples.py tests/test_command_line.py tests/test_program_end.py tests/test_restarts.py \
@@ -70,8 +78,8 @@ $(VENV)/installed-package: $(VENV)/installed
 test-package: $(VENV)/installed-package
 	$(BIN)/python -m pytest tests/package -n 0 $(ARGS)
 
-# A simulated device (tests/accelerator), which is built once on a machine: 35 s, with a C++ compiler. Without one its tests
-# skip and say so. SHARDSTEP_DEVICE=required: then they fail.
+# All tests of a simulated device (tests/accelerator), which is built once on a machine: 35 s, with a C++ compiler. Without
+# one they skip and say so. SHARDSTEP_DEVICE=required: then they fail.
 test-accelerator: $(VENV)/installed
 	$(BIN)/python -m pytest tests/accelerator -m "not again" -n 2 $(ARGS)
 

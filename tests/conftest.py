@@ -9,10 +9,12 @@ them. What needs packages that
 are not in the environment of ``make test`` is not in it even if they are installed: the sweep over every optimizer
 class and all of heavyball (``optimizers``, ``make test-optimizers``), Lightning and transformers (``frameworks``,
 ``make test-frameworks``), the site (``docs``, ``make test-docs``), what a user installs (``package``,
-``make test-package``), the simulated device, for which it takes a compiler (``accelerator``,
-``make test-accelerator``), and several hosts, for which it takes root (``hosts``, ``make test-hosts``). Programs that a
-user starts (``programs``: examples, the command line) have a target of their own, ``make test-programs``, for the time
-they take.
+``make test-package``), and several hosts, for which it takes root (``hosts``, ``make test-hosts``).
+
+For the time they take, some have targets of their own: programs that a user starts (``programs``: examples, the command
+line, ``make test-programs``), and tests whose claim a cheaper one makes as well (``extended``, ``make test-extended``).
+Of the tests of the simulated device (``accelerator``) a core is in ``make test`` (``tests/accelerator/core.py``); the
+others are ``extended``, and ``make test-accelerator`` runs all.
 """
 
 from __future__ import annotations
@@ -29,12 +31,14 @@ torch.set_num_threads(1)
 
 WORLDS = ("world", "world_size")
 TRANSPORTS = ("transport", "way")
-LEFT_OUT = ("again", "programs", "optimizers", "frameworks", "package", "docs", "accelerator", "hosts")  # of make test
+# Whose parameters are not thinned out: they were chosen one by one, or are not in make test.
+LEFT_OUT = ("again", "programs", "extended", "optimizers", "frameworks", "package", "docs", "accelerator", "hosts")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "again: other parameters of a test whose pairs all ran: make test-all")
     config.addinivalue_line("markers", "programs: what a user starts, in interpreters of its own: make test-programs")
+    config.addinivalue_line("markers", "extended: takes long, and a cheaper test makes the claim: make test-extended")
     config.addinivalue_line("markers", "optimizers: every optimizer class of other packages: make test-optimizers")
     config.addinivalue_line("markers", "frameworks: what needs Lightning or transformers: make test-frameworks")
     config.addinivalue_line("markers", "package: the wheel in an environment of its own: make test-package")

@@ -27,7 +27,8 @@ import torch
 import torch.distributed as dist
 
 import shardstep
-from shardstep.params import builder, ddp_wraps
+from shardstep.params import ddp_wraps
+from tests import verdicts
 from tests.traces import Start
 
 _context = multiprocessing.get_context("forkserver")
@@ -54,13 +55,15 @@ _PRELOADED = [
     "pytest",
     "numpy",
     *_modules_of(shardstep),
+    "tests.harness",
 ]
-_context.set_forkserver_preload(_PRELOADED)
+_PREPARED = ["tests.prepared"]  # after everything else
+_context.set_forkserver_preload(_PRELOADED + _PREPARED)
 
 
 def preload(modules: list[str]) -> None:
     """Have these imported once, too. Without effect when ``run_ranks`` was called before."""
-    _context.set_forkserver_preload(_PRELOADED + modules)
+    _context.set_forkserver_preload(_PRELOADED + modules + _PREPARED)
 
 
 def run_ranks(
@@ -113,11 +116,12 @@ class _Process(NamedTuple):
 
 
 _idle: list[_Process] = []
+_verdicts: dict[str, Any] = {}  # of the probe, see tests.verdicts
 
 
 def _start() -> _Process:
     ours, theirs = _context.Pipe()
-    process = _context.Process(target=_work, args=(theirs,), daemon=True)
+    process = _context.Process(target=_work, args=(theirs, _verdicts), daemon=True)
     process.start()
     theirs.close()
     return _Process(process, ours)
@@ -136,7 +140,9 @@ def _await(processes: list[_Process], timeout: float) -> list[tuple[str, float, 
             outcomes.append(("error", float("inf"), f"still running after {timeout} s"))
             continue
         try:
-            outcomes.append(pipe.recv())
+            *outcome, found = pipe.recv()
+            outcomes.append(tuple(outcome))
+            _verdicts.update(found)
         except (EOFError, ConnectionResetError):
             process.join(5)
             # First, whenever it is noticed: nobody dies of what another rank tells.
@@ -163,50 +169,35 @@ def _throw_away(process: _Process, patience: float = 0) -> None:
 # --- in the process of a rank -----------------------------------------------------------------------------------------
 
 
-def _work(pipe: Connection) -> None:
+def _work(pipe: Connection, known: dict[str, Any]) -> None:
+    from tests import prepared  # was imported before the fork
+
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    # What was imported is not looked at again: neither by the collector nor by searches through all objects.
-    gc.freeze()
-    _remember_verdicts()
+    gc.freeze()  # as in tests.prepared: what was imported since
+    verdicts.learn(known)
     ddp_wraps.watched_parameters()  # its hook stays with the process: it is there from the start
-    start = Start()
+    start = None
     while True:
         try:
             last, call = pipe.recv(), pipe.recv_bytes()
         except EOFError:
             return
-        if not _answer(pipe, call, start) or last:
+        if start is None and not last:  # else nobody asks how it was
+            start = Start(prepared.WATCHED)
+        if not _answer(pipe, call, start) or start is None or last:
             return
         pipe.send(start.restore())
 
 
-def _remember_verdicts() -> None:
-    """A class of torch.optim is probed once in a process for the same options, not for every optimizer that is built.
-
-    (The probe took a third of the suite's time. Its own tests ask it directly, and classes of tests may change.)
-    """
-    examine, known = builder.examine, {}
-
-    def remembered(optimizer_class: Any, defaults: Any, options: Any, like: torch.Tensor, vouched: bool = False) -> Any:
-        module = getattr(optimizer_class, "__module__", "")
-        if not isinstance(optimizer_class, type) or not module.startswith("torch.optim."):
-            return examine(optimizer_class, defaults, options, like, vouched=vouched)
-        key = repr((module, optimizer_class.__qualname__, defaults, options, like.dtype, like.device, vouched))
-        if key not in known:
-            known[key] = examine(optimizer_class, defaults, options, like, vouched=vouched)
-        return known[key]
-
-    builder.examine = remembered
-
-
-def _answer(pipe: Connection, call: bytes, start: Start) -> bool:
+def _answer(pipe: Connection, call: bytes, start: Start | None) -> bool:
     """Make one call and send its outcome; whether it succeeded."""
     torch.manual_seed(0)
     random.seed()
     try:
         function, rank, world_size, port, pg_timeout, args, kwargs = pickle.loads(call)
-        start.watch_tests()
+        if start is not None:
+            start.watch_tests()
         store = dist.TCPStore("127.0.0.1", port, is_master=False)
         # A process may start late on a busy machine: the group's timeout, which may be short, begins when all are here.
         if store.add("here", 1) == world_size:
@@ -219,9 +210,9 @@ def _answer(pipe: Connection, call: bytes, start: Start) -> bool:
         result = function(rank, world_size, *args, **kwargs)
         buffer = io.BytesIO()
         torch.save(result, buffer)
-        pipe.send(("ok", time.time(), buffer.getvalue()))
+        pipe.send(("ok", time.time(), buffer.getvalue(), verdicts.news()))
         dist.destroy_process_group()
         return True
     except BaseException:
-        pipe.send(("error", time.time(), traceback.format_exc()))
+        pipe.send(("error", time.time(), traceback.format_exc(), verdicts.news()))
         return False

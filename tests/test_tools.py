@@ -239,6 +239,7 @@ def test_a_file_that_is_no_state_dict_is_named(tmp_path, capsys) -> None:
     assert not (tmp_path / "directory").exists()
 
 
+@pytest.mark.extended
 def test_convert_holds_no_more_than_a_window(tmp_path) -> None:
     """64 MiB of state in one tensor; the process may grow by half of it: a window of 16 MiB, and its surroundings."""
     param = torch.nn.Parameter(torch.zeros(4096, 4096))

@@ -13,7 +13,7 @@ import sys
 import threading
 import types
 import warnings
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,22 +36,60 @@ _PATCHABLE = (type, types.FunctionType, types.BuiltinFunctionType, types.MethodT
 _SHORT_LIVED = (DistributedDataParallel, Optimizer, torch.nn.Module)
 
 
-class Start:
-    """How a process is before its first call."""
+class Attribute(NamedTuple):
+    """What a module, or a class in it, has under a name."""
 
-    def __init__(self) -> None:
+    owner: Any
+    name: str
+    value: Any
+
+    def is_as_it_was(self) -> bool:
+        now = vars(self.owner).get(self.name)
+        return now is self.value or _is_same(_unhooked(now), self.value)
+
+
+class Contents(NamedTuple):
+    """A container of a test: one that grows is the same one."""
+
+    name: str
+    container: Any
+    size: int
+
+
+Watched = dict[str, tuple[list[Attribute], list[Contents]]]  # by module
+
+
+def watch() -> Watched:
+    """Of what torch and we are made of."""
+    return {name: _attributes(sys.modules[name]) for name in _watched_modules()}
+
+
+class Start:
+    """How a process is before its first call.
+
+    ``watched``: of ``watch()``, if somebody has looked already and nothing was called since.
+    """
+
+    def __init__(self, watched: Watched | None = None) -> None:
         self._environment = dict(os.environ)
         self._directory = os.getcwd()
         self._random = np.random.get_state()
         self._filters = list(warnings.filters)
         self._settings = _settings()
-        self._attributes = {name: _attributes(sys.modules[name]) for name in _watched_modules()}
+        self._watched = dict(watch() if watched is None else watched)
+        self._constants: list[Attribute] = []  # of ours
+        self._modules = 0  # how many there were at the last look
 
     def watch_tests(self) -> None:
         """A module of tests was imported, and nothing in it was called yet."""
+        if len(sys.modules) == self._modules:
+            return
+        self._modules = len(sys.modules)
         for name in _watched_modules(("tests",)):
-            if name not in self._attributes:
-                self._attributes[name] = _attributes(sys.modules[name])
+            if name not in self._watched:
+                self._watched[name] = _attributes(sys.modules[name])
+        ours = (self._watched.get(name, ([], []))[0] for name in _watched_modules(_OURS))
+        self._constants = [one for found in ours for one in found if type(one.value) in _PLAIN]
 
     def restore(self) -> str:
         """Put back what is easily put back; what is not as it was before, or an empty string."""
@@ -62,10 +100,9 @@ class Start:
         warnings.filters[:] = self._filters
         warnings._filters_mutated()  # type: ignore[attr-defined]  # what warns once, warns again
         torch.set_num_threads(self._settings["threads"])
-        for name in _watched_modules(_OURS):
-            for key, value in self._attributes.get(name, {}).items():
-                if type(value) in _PLAIN:
-                    _put_back(sys.modules[name], key, value)
+        for owner, name, value in self._constants:
+            if not _is_same(vars(owner).get(name), value):
+                setattr(owner, name, value)
         _let_go_of_ddp()
         gc.collect()
         return self._difference()
@@ -74,11 +111,15 @@ class Start:
         for name, value in _settings().items():
             if value != self._settings[name]:
                 return f"{name}: {value!r}, was {self._settings[name]!r}"
-        for name, before in self._attributes.items():
-            now = _attributes(sys.modules[name])
-            changed = next((key for key in before if not _is_same(now.get(key), before[key])), None)
-            if changed is not None:
-                return f"{name}.{changed} is another"
+        for module, (attributes, contents) in self._watched.items():
+            if attributes and sys.modules.get(module) is not attributes[0].owner:
+                return f"the module {module} is another"
+            for one in attributes:
+                if not one.is_as_it_was():
+                    return f"{one.name} of {one.owner!r} is another"
+            for name, container, size in contents:
+                if len(container) != size:
+                    return f"{module}.{name} has {len(container)} elements, had {size}"
         if dist.is_initialized():
             return "a process group"
         kept = next((thing for thing in gc.get_objects() if issubclass(type(thing), _SHORT_LIVED)), None)
@@ -154,25 +195,24 @@ def _watched_modules(roots: tuple[str, ...] = (*_WATCHED, *_WATCHED_ALONE)) -> l
     return [name for name, module in sys.modules.items() if module is not None and is_watched(name)]
 
 
-def _attributes(module: Any) -> dict[str, Any]:
+def _attributes(module: Any) -> tuple[list[Attribute], list[Contents]]:
     """The functions and classes of a module; if it is ours, also its constants and what its classes are made of."""
     ours = module.__name__.partition(".")[0] in _OURS
     kinds = _PATCHABLE + _PLAIN + _CONTAINERS if ours else _PATCHABLE
-    found = {name: value for name, value in vars(module).items() if name[:2] != "__" and issubclass(type(value), kinds)}
-    for name, value in list(found.items()):
-        if isinstance(value, type) and (value in _WATCHED_CLASSES or (ours and value.__module__ == module.__name__)):
-            found |= {f"{name}.{key}": _unhooked(part) for key, part in vars(value).items() if key[:2] != "__"}
-    if module.__name__.startswith("tests"):  # a list that grows is the same list
-        found |= {f"len({name})": len(value) for name, value in found.items() if type(value) in _CONTAINERS}
-    return found
-
-
-def _put_back(module: Any, key: str, value: Any) -> None:
-    owner, _, name = key.rpartition(".")
-    if not key.startswith("len("):
-        owner = getattr(module, owner) if owner else module
-        if not _is_same(vars(owner).get(name), value):
-            setattr(owner, name, value)
+    found = [
+        Attribute(module, name, value)
+        for name, value in vars(module).items()
+        if name[:2] != "__" and issubclass(type(value), kinds)
+    ]
+    classes = [
+        value
+        for _, _, value in found
+        if isinstance(value, type) and (value in _WATCHED_CLASSES or (ours and value.__module__ == module.__name__))
+    ]
+    for kind in classes:
+        found += [Attribute(kind, name, _unhooked(part)) for name, part in vars(kind).items() if name[:2] != "__"]
+    containers = [one for one in found if type(one.value) in _CONTAINERS] if module.__name__.startswith("tests") else []
+    return found, [Contents(name, value, len(value)) for _, name, value in containers]
 
 
 def _is_same(now: Any, before: Any) -> bool:

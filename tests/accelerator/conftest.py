@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.accelerator import devices
+from tests.accelerator.core import is_core
 
 HERE = Path(__file__).parent
 
@@ -20,6 +21,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.is_relative_to(HERE):
             item.add_marker("accelerator")
+            if not is_core(item.path.name, item.name, _world_of(item)):
+                item.add_marker("extended")
             reason = _out_of_place(item)
             if reason:
                 item.add_marker(pytest.mark.skip(reason=reason))
@@ -31,10 +34,12 @@ def _out_of_place(item: Any) -> str:
         return ""
     if getattr(item.module, "on_device", None) is not devices.on_device:  # which one it has, it says in its imports
         return "is about the simulated device itself"
-    world = (
-        item.callspec.params.get("world") if hasattr(item, "callspec") else None
-    )  # pytest's own mark for "no values"
+    world = _world_of(item)  # or pytest's own mark for "no values"
     return f"needs {world} devices" if isinstance(world, int) and not devices.fits(world) else ""
+
+
+def _world_of(item: Any) -> Any:
+    return item.callspec.params.get("world") if hasattr(item, "callspec") else None
 
 
 @pytest.fixture(scope="session")

@@ -56,7 +56,7 @@ def _fails_everywhere(rank, world_size, transport):
         states = [twins.opt.full_state(param) for param in twins.ours]
         for theirs, state in zip(twins.theirs, states, strict=True):
             twins.plain.state[theirs] = state
-        for _ in range(10):  # more than the ring has slots
+        for _ in range(10 if numel <= 7000 else 2):  # more than the ring has slots; sockets have none
             twins.step()
             twins.check_weights()
         twins.check()

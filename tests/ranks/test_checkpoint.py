@@ -602,6 +602,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     return once(tmp_path_factory, worker_id, "cases", build_cases)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("world", [2])
 def test_every_optimizer_goes_on_at_another_number_of_ranks(cases, world):
     run_ranks(load_cases, world, cases, **LIMITS)
@@ -822,7 +823,7 @@ def load_megabytes(rank: int, world: int, root: Path) -> list[tuple[str, int]]:
     return reads
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 3), (3, 4)])
+@pytest.mark.parametrize(("before", "after"), [pytest.param(4, 3, marks=pytest.mark.extended), (3, 4)])
 def test_each_rank_reads_its_share_of_the_state_and_no_more(before, after, tmp_path):
     run_ranks(save_megabytes, before, tmp_path, **LIMITS)
     for rank, reads in enumerate(run_ranks(load_megabytes, after, tmp_path, **LIMITS)):

@@ -188,7 +188,7 @@ def stop_and_go_on(rank: int, world: int, parent: Path) -> None:
                 began = time.monotonic()
                 with pytest.raises(TimeoutError):
                     handle.wait(timeout=0.3)
-                assert 0.25 < time.monotonic() - began < 3
+                assert 0.25 < time.monotonic() - began < 20  # (on a busy machine; the save would never end)
                 assert not handle.done()
                 assert not (parent / "c").exists()
         finally:

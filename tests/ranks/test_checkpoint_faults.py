@@ -372,6 +372,7 @@ def problems_of_a_load(
         yield f"the optimizer has changed: {str(error)[:200]}"
 
 
+@pytest.mark.extended
 def test_a_damaged_file_is_named_on_every_rank_and_nothing_changes(two: Path, tmp_path: Path) -> None:
     found = run_ranks(load_damaged, RANKS, two, tmp_path)
     assert not any(found), "\n".join(f"rank {rank}: {text}" for rank in range(RANKS) for text in found[rank])

@@ -395,6 +395,7 @@ def delayed_iterations(rank: int, world: int, hook: str, count: int, find_unused
     twins.check()
 
 
+@pytest.mark.extended
 @pytest.mark.long
 @pytest.mark.parametrize("count", [80, pytest.param(300, marks=pytest.mark.again)])
 @pytest.mark.parametrize("hook", ["interleaved", pytest.param("at the end", marks=pytest.mark.again)])

@@ -77,8 +77,8 @@ def stray_parameter(rank: int, world: int, hook: str, cap: float) -> str:
 def test_a_parameter_that_ddp_does_not_reduce_is_named_on_every_rank(hook, cap):
     """Without the error it would never be trained, and without a word."""
     start = time.monotonic()
-    run_ranks(stray_parameter, 3, hook, cap, timeout=40, pg_timeout=20)
-    assert time.monotonic() - start < 15, "found out by a timeout only"
+    run_ranks(stray_parameter, 3, hook, cap, timeout=90, pg_timeout=60)
+    assert time.monotonic() - start < 45, "found out by a timeout only"
 
 
 def clipping_too_late(rank: int, world: int) -> None:
@@ -225,9 +225,9 @@ def one_rank_leaves(rank: int, world: int, hook: str, folder: str, how: str) -> 
 @pytest.mark.parametrize("hook", HOOKS)
 def test_a_rank_that_is_gone_makes_the_others_raise_at_once(hook, how, tmp_path):
     with pytest.raises(AssertionError, match="broken on purpose" if "exits" in how else "died with exit code -9"):
-        run_ranks(one_rank_leaves, 4, hook, str(tmp_path), how, timeout=40, pg_timeout=30, fresh=True)
+        run_ranks(one_rank_leaves, 4, hook, str(tmp_path), how, timeout=90, pg_timeout=60, fresh=True)
     survivors = {path.name: path.read_text().split(maxsplit=2) for path in tmp_path.iterdir()}
     assert survivors.keys() == {"0", "2", "3"}
     for seconds, kind, text in survivors.values():
-        assert float(seconds) < 15, "found out by a timeout only"
+        assert float(seconds) < 45, "found out by a timeout only"
         assert kind in ("RuntimeError", "GatherFailed", "DistBackendError"), text

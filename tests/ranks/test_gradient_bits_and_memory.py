@@ -116,6 +116,7 @@ def every_variant(rank: int, world: int, seed: int) -> list:
     return kept
 
 
+@pytest.mark.extended
 @pytest.mark.long
 @pytest.mark.parametrize(("world", "runs"), [(3, 2), pytest.param(4, 1, marks=pytest.mark.again)])
 def test_gradients_and_weights_are_the_same_bits_for_every_cap_timing_transport_and_run(world, runs):

@@ -41,7 +41,7 @@ def _trained(rank, world, dtype, changes):
     return {name: param.detach() for name, param in params.items()}
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.extended)])
 def test_the_bits_depend_on_no_rank_cut_bucket_or_order_of_groups(dtype):
     expected = run_ranks(_trained, 1, dtype, {})[0]
     ways = [

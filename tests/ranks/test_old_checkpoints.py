@@ -234,6 +234,7 @@ def load_all(rank: int, world: int, oracles: Path) -> None:
             load_and_go_on(name, mode, expected, f"{name} loaded at {world} in {mode}")
 
 
+@pytest.mark.extended
 @pytest.mark.long
 @pytest.mark.parametrize("world_size", [*(pytest.param(ranks, marks=pytest.mark.again) for ranks in (1, 2)), 3])
 def test_it_loads_in_every_mode_and_training_goes_on_as_if_never_interrupted(oracles, world_size):

@@ -529,13 +529,17 @@ def kinds_of_models(rank: int, world: int, names: list[str]) -> None:
 FAMILIES = {
     "usage": [name for name in CASES if "used" in name or name in ("tied weights", "another order on every rank")],
     "checkpointing": [name for name in CASES if "checkpointing" in name],
-    "re-entrant checkpointing": [name for name in CASES if "re-entrant" in name],
+    "re-entrant checkpointing": ["re-entrant all shared", "re-entrant nested"],
 }
+MORE = "more re-entrant checkpointing"
+FAMILIES[MORE] = [name for name in CASES if "re-entrant" in name and name not in FAMILIES["re-entrant checkpointing"]]
 FAMILIES["shapes and dtypes"] = [name for name in CASES if not any(name in family for family in FAMILIES.values())]
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=pytest.mark.extended) if name == MORE else name for name in FAMILIES]
+)
 def test_twenty_steps_equal_ddp_for_every_kind_of_model(family, world):
     run_ranks(kinds_of_models, world, FAMILIES[family], **LIMITS)
 

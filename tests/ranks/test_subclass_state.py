@@ -122,7 +122,7 @@ MODES = {"default": {}, "views": {"parameters_as_bucket_view": True}}
     [
         ("PackedMomentum", "default"),
         ("PackedMomentum", "views"),
-        ("AdamW8bit", "default"),
+        pytest.param("AdamW8bit", "default", marks=pytest.mark.extended),
         *(pytest.param(name, "default", marks=pytest.mark.again) for name in TORCHAO[1:]),
     ],
 )

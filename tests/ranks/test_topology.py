@@ -25,7 +25,8 @@ from tests.twins import Twins, parameters
 
 # By rank: on which host it is. Halves, 3 + 1, not in the order of ranks, every rank for itself.
 ARRANGEMENTS = [
-    *(pytest.param(hosts, id=str(hosts)) for hosts in ((0, 0, 0, 1), (0, 1, 0, 1), (1, 0, 0))),
+    pytest.param((0, 0, 0, 1), id="(0, 0, 0, 1)", marks=pytest.mark.extended),
+    *(pytest.param(hosts, id=str(hosts)) for hosts in ((0, 1, 0, 1), (1, 0, 0))),
     *(pytest.param(hosts, id=str(hosts), marks=pytest.mark.again) for hosts in ((0, 0, 1, 1), (0, 1, 2, 3))),
 ]
 SHAPES = [(7, 5), (130, 90), (5,), (33, 3), (11,), (40, 41), (257,), (300, 100)]  # the last is larger than a slot

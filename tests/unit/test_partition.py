@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import time
 from itertools import pairwise
@@ -416,6 +417,7 @@ def test_2000_small_tensors_are_one_bucket():
 # --- speed ------------------------------------------------------------------------------------------------------------
 
 MANY = 10**5
+YARDSTICKS = 8  # a second on a processor that has nothing else to do
 SHAPES = {
     "256 elements each": [256] * MANY,
     "a transformer's sizes": [4096, 4096 * 4096, 4096, 3 * 4096 * 4096, 128] * (MANY // 5),
@@ -424,15 +426,34 @@ SHAPES = {
 }
 
 
+def yardstick() -> float:
+    """Seconds of processor time for as many small objects of plain Python as a layout of MANY tensors has: about 0.1 s
+    on an EPYC that does nothing else. Twice that on one whose other half, and caches, work for other tests."""
+    start = time.process_time()
+    made = [(number, [number], {number: number}) for number in range(MANY)]
+    made.sort(key=lambda one: -one[0])
+    return time.process_time() - start
+
+
 @pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
 @pytest.mark.parametrize("granularity", ["element", "tensor"])
 def test_the_layout_of_100000_tensors_on_1024_ranks_takes_less_than_a_second(granularity, sizes):
-    """CPU time, the best of at most three runs: the machine may be busy with other tests."""
+    """Processor time, the best of at most three runs; if the processor is slow just now, as much as the yardstick says.
+
+    (What else this process has is not searched for garbage meanwhile: it is pytest's, and not of a layout.)
+    """
     specs = specs_of_sizes(sizes, granularity)
-    taken = []
-    while len(taken) < 3 and min(taken, default=1) >= 1:
-        start = time.process_time()
-        layout = partition(specs, 1024, DEFAULT_CAP)
-        taken.append(time.process_time() - start)
-    assert min(taken) < 1, taken
+    taken, limits = [], []
+    gc.collect()
+    gc.freeze()
+    try:
+        while len(taken) < 3 and not any(one < limit for one, limit in zip(taken, limits, strict=True)):
+            before = yardstick()
+            start = time.process_time()
+            layout = partition(specs, 1024, DEFAULT_CAP)
+            taken.append(time.process_time() - start)
+            limits.append(max(1, YARDSTICKS * min(before, yardstick())))
+    finally:
+        gc.unfreeze()
+    assert any(one < limit for one, limit in zip(taken, limits, strict=True)), (taken, limits)
     assert sum(sum(bucket.numels) for bucket in layout.buckets) == sum(sizes)
