@@ -11,8 +11,16 @@ from torch import Tensor
 from shardstep.params.tensor_subclasses import is_subclass, opened
 
 
-class MemoryReport(NamedTuple):
+class _Sizes(NamedTuple):
+    parameters: int
+    gradients: int
+    state: int
+
+
+class MemoryReport(_Sizes):
     """Bytes that this rank holds, measured on its live tensors.
+
+    A tuple of the first three, as it was before there were masters; the others are attributes only.
 
     Attributes:
         parameters: of the model, which every rank has whole.
@@ -24,11 +32,31 @@ class MemoryReport(NamedTuple):
             cannot be split uses it for all at once.
     """
 
-    parameters: int
-    gradients: int
-    state: int
     masters: int = 0
     scratch: int = 0
+
+    def __new__(cls, parameters: int, gradients: int, state: int, masters: int = 0, scratch: int = 0) -> MemoryReport:
+        report = super().__new__(cls, parameters, gradients, state)
+        report.masters, report.scratch = masters, scratch
+        return report
+
+    @property
+    def total(self) -> int:
+        """All five. (The sum of the tuple lacks the last two.)"""
+        return sum(self) + self.masters + self.scratch
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self._asdict().items())
+        return f"MemoryReport({sizes})"
+
+    def _asdict(self) -> dict[str, int]:
+        return {**super()._asdict(), "masters": self.masters, "scratch": self.scratch}
+
+    def _replace(self, **sizes: int) -> MemoryReport:  # type: ignore[override]
+        return MemoryReport(**{**self._asdict(), **sizes})
+
+    def __getnewargs__(self) -> tuple[int, ...]:
+        return (*self, self.masters, self.scratch)
 
 
 def measure(
