@@ -21,14 +21,12 @@ def test_a_report_unpacks_into_what_it_had_before_there_were_masters():
     assert MemoryReport(1, 2, 3).masters == 0
 
 
-def test_a_report_shows_copies_and_replaces_all_of_it():
+def test_a_report_shows_all_of_it_and_copies_have_it():
     report = MemoryReport(1, 2, 3, masters=4, scratch=5)
     assert repr(report) == "MemoryReport(parameters=1, gradients=2, state=3, masters=4, scratch=5)"
-    assert list(report._asdict().values()) == [1, 2, 3, 4, 5]
-    for twin in (copy.copy(report), copy.deepcopy(report), pickle.loads(pickle.dumps(report)), report._replace()):
+    for twin in (copy.copy(report), copy.deepcopy(report), pickle.loads(pickle.dumps(report))):
         assert type(twin) is MemoryReport
-        assert twin._asdict() == report._asdict()
-    assert repr(report._replace(state=7, masters=8)).endswith("state=7, masters=8, scratch=5)")
+        assert repr(twin) == repr(report)
 
 
 @pytest.mark.parametrize("mode", [None, torch.float32])

@@ -46,14 +46,7 @@ class MemoryReport(_Sizes):
         return sum(self) + self.masters + self.scratch
 
     def __repr__(self) -> str:
-        sizes = ", ".join(f"{name}={size}" for name, size in self._asdict().items())
-        return f"MemoryReport({sizes})"
-
-    def _asdict(self) -> dict[str, int]:
-        return {**super()._asdict(), "masters": self.masters, "scratch": self.scratch}
-
-    def _replace(self, **sizes: int) -> MemoryReport:  # type: ignore[override]
-        return MemoryReport(**{**self._asdict(), **sizes})
+        return f"{super().__repr__()[:-1]}, masters={self.masters}, scratch={self.scratch})"
 
     def __getnewargs__(self) -> tuple[int, ...]:
         return (*self, self.masters, self.scratch)
