@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shardstep.checkpoint import keys
 from shardstep.checkpoint.inspection import masters_in
@@ -56,8 +55,8 @@ def _masters_of_ties(checkpoint: Checkpoint, model: Mapping[str, str], found: Ma
 
 
 def _is_narrow(checkpoint: Checkpoint, fqn: str) -> bool:
-    entry = checkpoint.entries[fqn]
-    return isinstance(entry, TensorStorageMetadata) and entry.properties.dtype in _NARROW
+    found = checkpoint.tensor_at(fqn)
+    return found is not None and found[1] in _NARROW
 
 
 def wide_dtype(saved: torch.dtype) -> torch.dtype:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shardstep.checkpoint.open_checkpoint import Checkpoint
 from shardstep.checkpoint.storage.torch_file import WINDOW_BYTES
@@ -17,10 +17,10 @@ _GLANCE = 1024  # elements
 
 def windows_of(checkpoint: Checkpoint, fqn: str, first: int | None = None) -> Iterator[Tensor]:
     """The elements in their order, in flat windows of one buffer. ``first``: so many in the first one."""
-    entry = checkpoint.entries[fqn]
-    assert isinstance(entry, TensorStorageMetadata)
-    shape, dtype = tuple(entry.size), entry.properties.dtype
-    count, most = entry.size.numel(), max(WINDOW_BYTES // dtype.itemsize, 1)
+    found = checkpoint.tensor_at(fqn)
+    assert found is not None
+    shape, dtype = found
+    count, most = math.prod(shape), max(WINDOW_BYTES // dtype.itemsize, 1)
     buffer = torch.empty(min(most, count), dtype=dtype)
     start = 0
     while start < count:
@@ -35,9 +35,7 @@ def windows_of(checkpoint: Checkpoint, fqn: str, first: int | None = None) -> It
 
 def have_equal_bits(checkpoint: Checkpoint, one: str, other: str) -> bool:
     """Whether two saved 16-bit tensors have the same shape, dtype and bits. If not, a glance at both is enough."""
-    entries = checkpoint.entries[one], checkpoint.entries[other]
-    if not all(isinstance(entry, TensorStorageMetadata) for entry in entries):
+    if checkpoint.tensor_at(one) != checkpoint.tensor_at(other):
         return False
-    kinds = [(tuple(entry.size), entry.properties.dtype) for entry in entries]  # type: ignore[union-attr]
     pairs = zip(windows_of(checkpoint, one, _GLANCE), windows_of(checkpoint, other, _GLANCE), strict=True)
-    return kinds[0] == kinds[1] and all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
+    return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
