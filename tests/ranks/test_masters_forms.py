@@ -6,12 +6,14 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
 from tests.harness import run_ranks
@@ -70,14 +72,14 @@ def _begin(rank, world, mode, form, path, saved, weights, planner=None):
     loaded = outcome(model, opt)
     copies = [nn.Parameter(param.detach().float()) for param in model.parameters()]
     plain = torch.optim.AdamW(copies, lr=0.01)
-    for copy, state in zip(copies, loaded[1], strict=True):
-        plain.state[copy] = {key: value.clone() for key, value in state.items() if key != "master_weight"}
+    for twin, state in zip(copies, loaded[1], strict=True):
+        plain.state[twin] = {key: value.clone() for key, value in state.items() if key != "master_weight"}
     train(model, opt, [4])
-    for copy, param in zip(copies, model.parameters(), strict=True):
-        copy.grad = param.grad.float()
+    for twin, param in zip(copies, model.parameters(), strict=True):
+        twin.grad = param.grad.float()
     plain.step()
     masters = [opt.full_state(param)["master_weight"] for param in model.parameters()]
-    assert_same(masters, [copy.detach() for copy in copies], "masters")
+    assert_same(masters, [twin.detach() for twin in copies], "masters")
     return loaded
 
 
@@ -126,10 +128,10 @@ def test_masters_for_an_optimizer_without_are_told_once_and_nothing_else_is_lost
 # --- with masters <-> float32 parameters ------------------------------------------------------------------------------
 
 
-def _float32_model(rank, world, form, path, saved, shard):
+def _float32_model(rank, world, form, path, saved, shard, **options):
     model = make_model(torch.float32)
     opt = ZeroRedundancyOptimizer(
-        model.named_parameters(), torch.optim.AdamW, lr=0.01, shard=shard, bucket_cap_mb=SMALL
+        model.named_parameters(), torch.optim.AdamW, lr=0.01, shard=shard, bucket_cap_mb=SMALL, **options
     )
     with Told() as told:
         load(form, model, opt, path, saved)
@@ -148,6 +150,17 @@ def test_float32_parameters_become_the_masters(form, tmp_path):
         assert_same(loaded, [before["master_weight"] for before in states], "parameters")
         assert_same(later, plain_outcome(7)[0], "parameters, later")
         assert sorted(state) == ["exp_avg", "exp_avg_sq", "step"]
+
+
+WAYS = [{"parameters_as_bucket_view": True}, {"lazy_gather": True}, {"broadcast_parameters": False}]
+
+
+def test_float32_parameters_become_the_masters_with_bucket_views_and_lazy_gathers(tmp_path):
+    saved, _, states = run_ranks(saved_by, 3, "remainder", "plain", tmp_path)[0]
+    for options in WAYS:
+        loaded, later, _ = run_ranks(_float32_model, 3, "plain", tmp_path, saved, "element", **options)[1]
+        assert_same(loaded, [before["master_weight"] for before in states], f"{options}: parameters")
+        assert_same(later, plain_outcome(7)[0], f"{options}: parameters, later")
 
 
 def _from_float32(rank, world, mode, path, cls, options):
@@ -250,6 +263,45 @@ def test_state_of_random_rounding_loads_into_every_other_mode(form, mode, tmp_pa
     for state, before in zip(loaded, states, strict=True):
         narrow = {key: value.bfloat16() if value.dim() else value for key, value in before.items()}
         assert_same(state, before if mode else narrow, "state")
+
+
+def _from_rank_0(rank, world, saved, weights):
+    """torch's broadcast: only rank 0 has the dict."""
+    model = make_model()
+    opt = build(model, None)
+    for param, value in zip(model.parameters(), weights, strict=True):
+        param.data.copy_(value)
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_optimizer_state_dict(model, opt, copy.deepcopy(saved) if rank == 0 else {}, options=options)
+    return outcome(model, opt)[1]
+
+
+def test_state_of_random_rounding_loads_from_rank_0(tmp_path):
+    saved, weights, states = run_ranks(saved_by, 3, "stochastic", "torch", tmp_path)[0]
+    found = run_ranks(_from_rank_0, 2, saved, weights)[1]
+    assert_same([state["exp_avg"] for state in found], [state["exp_avg"].bfloat16() for state in states], "state")
+
+
+class Newer(torch.optim.AdamW):
+    """As in a later torch: with an option that older checkpoints lack."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        self.defaults["novel"] = False
+        for group in self.param_groups:
+            group.setdefault("novel", False)
+
+
+def _newer(rank, world, path):
+    model = make_model()
+    opt = build(model, torch.float32, cls=Newer)
+    checkpoint.load(path, opt, model)
+    train(model, opt, range(4, 6))
+
+
+def test_the_options_of_random_rounding_do_not_make_it_another_class(tmp_path):
+    run_ranks(saved_by, 3, "stochastic", "checkpoint", tmp_path / "saved")
+    run_ranks(_newer, 2, tmp_path / "saved")
 
 
 @pytest.mark.parametrize("form", [form for form in FORMS if form not in FLATTENED])
