@@ -30,6 +30,7 @@ from benchmarks.precision_contestants import (
     ZERO1,
     ZERO2,
 )
+from benchmarks.precision_worker import KINDS
 from benchmarks.step import ENVIRONMENT, ON_SOCKETS, Measured, overheads, relative, verdict, version_of
 
 TARGETS = {2: 0.7, 4: 0.5}  # of float32, relative to masters by hand
@@ -181,13 +182,12 @@ def memory(demands: dict) -> list[str]:
     lines += ["*Allocated*: what glibc counts for the whole variant then, DDP's and gloo's buffers included."]
     lines += ["FSDP2's parameters are float32 shards; the 16-bit copy (2 bytes) lives from forward to backward."]
     lines += ["DeepSpeed's share of the gradients is views of whole ones: the memory behind them counts.", ""]
-    kinds = ["parameters", "gradients", "state", "masters", "scratch"]
-    lines += [f"| variant | {' | '.join(kinds)} | without scratch | allocated |", "|---" * 8 + "|"]
+    lines += [f"| variant | {' | '.join(KINDS)} | without scratch | allocated |", "|---" * 8 + "|"]
     for name, figures in demands.items():
         if "failure" in figures:
             lines.append(f"| {name} | {figures['failure']}{' |' * 7}")
             continue
-        held = [figures["held"][kind] for kind in kinds]
+        held = [figures["held"][kind] for kind in KINDS]
         row = [*held, sum(held[:-1]), figures["allocated"]]
         lines.append(f"| {name} | {' | '.join(f'{value:.2f}' for value in row)} |")
     return [*lines, ""]

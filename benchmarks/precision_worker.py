@@ -21,6 +21,7 @@ from benchmarks.precision_contestants import BY_HAND, EXACT, memory_of
 from benchmarks.step_worker import attempt, everybodys
 from benchmarks.traffic import allocated_bytes, counted_requests, sent_bytes
 
+KINDS = ("parameters", "gradients", "state", "masters", "scratch")  # of memory
 WARM_UP = 3
 # Sums of 16-bit gradients in another order differ in their last bits, and AdamW makes much of those of a tiny gradient.
 # A lost step of three, or a sum instead of a mean, is above this.
@@ -158,7 +159,7 @@ def demands(name: str, template: GPT, size: Size) -> dict:
         return sum(everybodys(value)) / ranks
 
     return {
-        "held": {kind: max(everybodys(size / elements)) for kind, size in held._asdict().items()},
+        "held": {kind: max(everybodys(getattr(held, kind) / elements)) for kind in KINDS},
         "allocated": max(everybodys(allocated / elements)),
         "asked": mean(requests.bytes) * gathered,
         "written": mean(written) * gathered,

@@ -7,7 +7,7 @@ Where gradients come from is the source's business (``grads/source.py``).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.phases import phase
 from shardstep.comm.process_group import check_still_alone
 from shardstep.grads.source import GradientSource, StepGradients
+from shardstep.params import loaded_masters
 from shardstep.params.gather_window import GatherWindow
 from shardstep.params.lazy_gather import LazyGathers
 from shardstep.params.local_optimizer import copy_options, fire_post_hooks, fire_pre_hooks, unhooked_step
@@ -217,15 +218,22 @@ class Engine:
         if lazy is not None:
             lazy.finish()
 
-    def load_masters(self, masters: Mapping[int, Tensor]) -> None:
-        """Collective. Masters were loaded: write the parameters anew from them. Those without begin as they are."""
-        sharded, lacking = self.sharded, list(masters)
-        if sharded.masters.are_kept:
+    def load_masters(self, masters: Mapping[int, Tensor], alone: Collection[int]) -> None:
+        """Collective. Masters were loaded: write the parameters anew from them. Those without begin as they are.
+
+        ``alone``: parameters whose masters came with no other state.
+        """
+        sharded = self.sharded
+        taken = loaded_masters.that_fit(sharded, masters)
+        lacking = min(masters.keys() - taken.keys(), default=-1)
+        has_state = any(map(bool, self.optimizer.state.values()))
+        rows = collectives.all_gather_ints(sharded.group, [bool(taken), lacking, has_state])
+        if any(row[0] for row in rows) or sharded.masters.are_kept:
             self.wait_for_parameters()
             self.notice_changes()
-            lacking = sharded.masters.load(masters)
-        rows = collectives.all_gather_ints(sharded.group, [bool(masters), min(lacking, default=-1)])
-        if sharded.masters.are_kept and any(row[0] for row in rows):
+            # Without state a parameter was not stepped yet, unless the optimizer's class makes none.
+            loaded_masters.take(sharded, taken, unstepped=alone if any(row[2] for row in rows) else ())
+        if any(row[0] for row in rows):
             self._gather_all()
         lacked = [row[1] for row in rows if row[1] >= 0]
         if lacked and sharded.rank == 0:  # which may own nothing of them

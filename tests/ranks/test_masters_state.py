@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import copy
-import logging
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
 from shardstep.tools import cli
 from tests.harness import run_ranks
 from tests.ranks.test_masters import KEPT, SMALL, rounded
+from tests.state_forms import FORMS, load, save
 from tests.twins import assert_same, values
 
 
@@ -69,20 +63,7 @@ def _save(rank, world, mode, shard, form, path):
     model = make_model()
     opt = build(model, mode, shard)
     train(model, opt, range(4))
-    if form == "checkpoint":
-        checkpoint.save(path, opt, model)
-        return None
-    if form == "async":
-        checkpoint.save(path, opt, model, asynchronous=True).wait()
-        return None
-    if form == "dcp":
-        dcp.save({"optim": opt.sharded_state_dict(model)}, checkpoint_id=path)
-        return [param.detach() for param in model.parameters()]
-    if form == "torch":
-        state = get_optimizer_state_dict(model, opt, options=StateDictOptions(full_state_dict=True))
-        return state, [param.detach() for param in model.parameters()]
-    opt.consolidate_state_dict()
-    return opt.state_dict(), [param.detach() for param in model.parameters()]
+    return save(form, model, opt, path)
 
 
 def _load(rank, world, mode, shard, form, path, saved):
@@ -90,23 +71,11 @@ def _load(rank, world, mode, shard, form, path, saved):
     for param in model.parameters():
         param.data.zero_()  # the masters write the parameters
     opt = build(model, mode, shard)
-    if form in ("checkpoint", "async"):
-        checkpoint.load(path, opt, model)
-    elif form == "dcp":
-        state = {"optim": opt.sharded_state_dict(model)}
-        dcp.load(state, checkpoint_id=path)
-        opt.load_sharded_state_dict(state["optim"], model)
-    elif form == "torch":
-        set_optimizer_state_dict(model, opt, copy.deepcopy(saved[0]), options=StateDictOptions(full_state_dict=True))
-    else:
-        opt.load_state_dict(copy.deepcopy(saved[0]))
+    load(form, model, opt, path, saved)
     loaded = outcome(model, opt)
     train(model, opt, range(4, 7))
     opt.check_replicas()
     return loaded, outcome(model, opt)
-
-
-FORMS = ["plain", "checkpoint", "async", "dcp", "torch"]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -261,68 +230,6 @@ def test_parameters_that_were_never_stepped_have_no_master(mode, cls):
             assert all("master_weight" in found for i, found in enumerate(keys) if i not in (0, 3))
             assert not any("master_weight" in found for i, found in enumerate(keys) if i in (0, 3))
             assert all(same)
-
-
-def _without_masters(rank, world, mode, path):
-    """A dict of an optimizer without masters: they begin as the parameters."""
-    model = make_model()
-    opt = build(model, None)
-    train(model, opt, range(3))
-    checkpoint.save(path, opt, model)
-    other = make_model()
-    twin = build(other, mode)
-    train(other, twin, range(20, 22))  # masters of another run, which are to be forgotten
-    checkpoint.load(path, twin, other)
-    begin = [param.detach().clone() for param in other.parameters()]
-    assert all(torch.equal(a, b) for a, b in zip(begin, model.parameters(), strict=True))
-    twin.step()  # the gradients are those of the last step
-    states = [twin.full_state(param) for param in other.parameters()]
-    return begin, states
-
-
-@pytest.mark.parametrize("mode", KEPT)
-def test_after_a_dict_without_masters_they_begin_as_the_parameters(mode, tmp_path):
-    begin, states = run_ranks(_without_masters, 3, mode, tmp_path / "saved")[0]
-    for i, (weight, state) in enumerate(zip(begin, states, strict=True)):
-        copied = nn.Parameter(weight.to(torch.float32))
-        opt = torch.optim.AdamW([copied], lr=0.01)
-        reference = make_model()
-        plain = torch.optim.AdamW(reference.parameters(), lr=0.01)
-        train(reference, plain, range(3))
-        entry = {key: value.float() for key, value in list(plain.state.values())[i].items()}
-        opt.state[copied] = copy.deepcopy(entry)
-        copied.grad = values(weight.shape, 1000 * 21 + i, torch.bfloat16).to(torch.float32)
-        opt.step()
-        assert torch.equal(state["master_weight"], copied.detach()), i
-
-
-def _into_one_without(rank, world, mode, path):
-    messages = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("shardstep").addHandler(handler)
-    model = make_model()
-    opt = build(model, torch.float32)
-    train(model, opt, range(3))
-    checkpoint.save(path, opt, model)
-    other = make_model()
-    twin = build(other, mode)
-    checkpoint.load(path, twin, other)
-    logging.getLogger("shardstep").removeHandler(handler)
-    for param in other.parameters():
-        state = twin.full_state(param)
-        assert "master_weight" not in state
-        assert sorted(state) == ["exp_avg", "exp_avg_sq", "step"]
-        assert state["exp_avg"].abs().sum() > 0
-    train(other, twin, range(3, 5))
-    return [message for message in messages if "masters" in message]
-
-
-@pytest.mark.parametrize("mode", [None, "stochastic"])
-def test_a_dict_with_masters_in_an_optimizer_without_is_told_once(mode, tmp_path):
-    told = [message for found in run_ranks(_into_one_without, 3, mode, tmp_path / "saved") for message in found]
-    assert len(told) == 1
-    assert "keeps none for parameter 0 ('0.weight')" in told[0]
 
 
 def _copied(rank, world, mode):

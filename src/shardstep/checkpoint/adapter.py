@@ -25,6 +25,7 @@ from shardstep.layout.specs import Layout
 from shardstep.params import groups
 from shardstep.params.builder import blank_state
 from shardstep.params.local_optimizer import options_of
+from shardstep.params.master_modes import can_be_master
 from shardstep.params.pieces import whole_pieces
 from shardstep.params.tensor_subclasses import classes_in, name_of
 from shardstep.state import named, plain
@@ -151,7 +152,7 @@ class PlainAdapter:
         names = names_of(self.optimizer.param_groups, model)
         parts = named.loadable(form, self.optimizer.param_groups, names, self.held, strict)
         loaded = plain.load_pieces(*parts, self.held, self.optimizer)
-        self.held.take_masters(loaded.masters)
+        self.held.take_masters(loaded.masters.weights)
 
 
 class WholeParameters:
@@ -201,7 +202,7 @@ class WholeParameters:
 
     def take_masters(self, masters: Mapping[int, Tensor]) -> None:
         """Masters of a sharded optimizer were loaded: float32 parameters are what they were kept for."""
-        lacking = [index for index in masters if self.given[index].dtype != torch.float32]
+        lacking = [index for index in masters if not can_be_master(self.given[index].dtype)]
         with torch.no_grad():
             for index in masters.keys() - set(lacking):
                 self.given[index].copy_(masters[index])

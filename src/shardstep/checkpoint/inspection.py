@@ -76,8 +76,24 @@ def inspect(directory: Path) -> Contents:
         _steps(checkpoint),
         checkpoint.reader.manifest is not None,
         {name: (directory / name).stat().st_size for name in sorted(names)},
-        sum(path[-1] == MASTER for path in checkpoint.paths.values()),
+        len(masters_in(checkpoint)),
     )
+
+
+def masters_in(checkpoint: Checkpoint) -> dict[str, str]:
+    """The float32 masters in a checkpoint: the names of parameters, and under which keys their masters are."""
+    paths = [path for fqn, path in checkpoint.paths.items() if fqn in checkpoint.entries]
+    states = {(*root, STATE) for root in keys.optimizer_roots(paths)}
+    ends = {path[:-1] for path in paths if str(path[-1]).endswith(f".{MASTER}")}
+    flattened = {root for root in ends if keys.is_flattened_optimizer(paths, root)}
+    found: dict[str, str] = {}
+    for fqn in checkpoint.entries:
+        path = checkpoint.paths[fqn]
+        if path[-1] == MASTER and path[:-2] in states:
+            found[str(path[-2])] = fqn
+        elif path[:-1] in flattened and str(path[-1]).endswith(f".{MASTER}"):
+            found[str(path[-1]).removeprefix(f"{STATE}.").removesuffix(f".{MASTER}")] = fqn
+    return found
 
 
 class _NotPlain:

@@ -19,12 +19,14 @@ from shardstep.checkpoint.model_swap import ModelSwap
 from shardstep.checkpoint.open_checkpoint import Checkpoint
 from shardstep.checkpoint.storage.manifest import CheckpointError
 from shardstep.comm.consensus import RankFailed
+from shardstep.params.masters import ROUNDING
 from shardstep.state import named
 from shardstep.state.named import Differences
 from shardstep.state.names import names_of, positions_of, saved_names
 
 CALL = "checkpoint.load"
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}  # written into groups
+_OF_NO_CLASS = {*_OF_SCHEDULERS, *ROUNDING}
 
 
 class LoadJob:
@@ -107,7 +109,7 @@ class LoadJob:
         optimizer = self._adapted.optimizer
         saved = {key for group in groups for key in group}
         mine = {key for group in optimizer.param_groups for key in group}
-        missing, foreign = sorted(set(optimizer.defaults) - saved), sorted(saved - mine - _OF_SCHEDULERS)
+        missing, foreign = sorted(set(optimizer.defaults) - saved), sorted(saved - mine - _OF_NO_CLASS)
         if groups and missing and foreign and self._strict:
             raise ValueError(
                 f"{self._directory} expects an optimizer with the options {', '.join(foreign)}, which this one has "

@@ -12,15 +12,17 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from shardstep.checkpoint.keys import MODEL
 from shardstep.checkpoint.open_checkpoint import Checkpoint
 from shardstep.state.held import HeldParameters
-from shardstep.state.master_weights import MASTER
+from shardstep.state.master_weights import MASTER, place_for_master
 from shardstep.state.names import saved_names
-from shardstep.state.shard import StateShard, shard_of_range, shard_of_whole
+from shardstep.state.shard import StateShard
 
 
 def add_masters_of_model(
-    checkpoint: Checkpoint, held: HeldParameters, names: Mapping[Tensor, str], state: Mapping[str, Any]
+    checkpoint: Checkpoint, held: HeldParameters, names: Mapping[Tensor, str], state: dict[str, Any]
 ) -> None:
-    """Where a parameter has state without a master, and its model was saved in float32, read the master from there.
+    """Where a parameter has no master, and its model was saved in float32, read the master from there.
+
+    Also of parameters without state: they were not stepped yet, or the optimizer's class makes none.
 
     Args:
         names: what the checkpoint calls the parameters.
@@ -36,15 +38,12 @@ def add_masters_of_model(
     entries: dict[str, dict[str, Any]] = {}
     for index, piece in held.pieces.pieces.items():
         spec, name = held.layout.spec_of[index], names[held.given[index]]
-        entry, there = state.get(name), found.get(name)
-        if not held.keeps_master(index) or there is None or not entry or MASTER in entry:
+        entry, there = state.get(name, {}), found.get(name)
+        if not held.keeps_master(index) or there is None or not isinstance(entry, dict) or MASTER in entry:
             continue
         if tuple(saved[there].size) == spec.shape:
-            local = torch.empty(piece.numel, device=held.pieces.tensors[index].device)
-            if piece.whole:
-                targets[there] = shard_of_whole(local.view(spec.shape))
-            else:
-                targets[there] = shard_of_range(spec.shape, piece.start, piece.stop, local)
+            state[name] = entry
+            targets[there] = place_for_master(spec, piece, held.pieces.tensors[index].device)
             entries[there] = entry
     if targets:
         checkpoint.read_into({MODEL: dict(targets)})

@@ -33,6 +33,11 @@ class Checkpoint:
         """The same on all ranks that read the same checkpoint."""
         return manifests.digest_of(self.directory / manifests.METADATA_NAME)
 
+    def tensor_at(self, fqn: str) -> tuple[tuple[int, ...], torch.dtype] | None:
+        """Shape and dtype of the tensor under a key; None for any other value."""
+        entry = self.entries[fqn]
+        return (tuple(entry.size), entry.properties.dtype) if isinstance(entry, TensorStorageMetadata) else None
+
     def skeleton(self, *root: str) -> dict[str, Any]:
         """The part of the tree under ``root``, with tensors to read into and None for everything else."""
         tree: dict[str, Any] = {}

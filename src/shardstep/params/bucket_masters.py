@@ -6,7 +6,7 @@ mode; what it needs for the time of an update is scratch memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -236,17 +236,16 @@ class BucketMasters:
         follow(wide, narrow)
         return wide
 
-    def load(self, weights: Mapping[int, Tensor]) -> None:
+    def load(self, weights: Mapping[int, Tensor], unstepped: Collection[int]) -> None:
         """Have the masters in ``weights`` that are mine, and the parameters rounded from them. Others begin anew."""
-        self.kept, self.stepped = None, {piece.param for piece in self.pieces if piece.param in weights}
-        if not self.mode.is_kept:
-            self.stepped.clear()
-        if self.stepped:
+        found = {piece.param for piece in self.pieces if piece.param in weights} if self.mode.is_kept else set()
+        self.kept, self.stepped = None, found - set(unstepped)
+        if found:
             wide = torch.zeros(self.numel, device=self.device)
             targets = self._spans_in(wide)
             self._copy_parameters(targets)
             for piece, target in zip(self.pieces, targets, strict=True):
-                if piece.param in self.stepped:
+                if piece.param in found:
                     target.copy_(weights[piece.param].view(target.shape))
             narrow = torch.empty(self.numel, dtype=self.dtype, device=self.device)
             self.kept = wide

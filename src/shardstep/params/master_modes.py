@@ -92,6 +92,11 @@ def _fitting_mode(mode: MasterMode, params: Sequence[Any], where: str, must_fit:
     return mode
 
 
+def can_be_master(dtype: torch.dtype) -> bool:
+    """Whether a parameter of this dtype holds a float32 master exactly: then it is one itself."""
+    return dtype in (torch.float32, torch.float64)
+
+
 def mode_of(dtype: torch.dtype, mode: MasterMode) -> MasterMode:
     """Of one parameter of a group with this mode."""
     return mode if dtype in NARROW else MasterMode.NONE

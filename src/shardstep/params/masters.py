@@ -13,7 +13,7 @@ step cannot be split, and a step with a closure, has all of it at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from shardstep.params.master_modes import MasterMode, MasterSettings
 from shardstep.params.random_bits import Counters, Draw
 
 # Options of a group that is rounded at random. They are saved with the others, so a resumed run goes on with the same.
-SEED, STEP = "rounding_seed", "rounding_step"
+SEED, STEP = ROUNDING = ("rounding_seed", "rounding_step")
 _ALIGNMENT = 64
 
 
@@ -128,15 +128,14 @@ class Masters:
         found = {index: master for bucket in buckets for index, master in bucket.weights().items()}
         return found if only is None else {index: master for index, master in found.items() if index == only}
 
-    def load(self, weights: Mapping[int, Tensor]) -> list[int]:
+    def load(self, weights: Mapping[int, Tensor], unstepped: Collection[int] = ()) -> None:
         """Have these masters, and write the parameters anew from them. All others begin as the parameters.
 
-        Return for which parameters there is no master to load into.
+        ``unstepped``: of parameters that were not stepped yet.
         """
         self._arrangement, self._scratch = None, []
         for bucket in self._buckets.values():
-            bucket.load(weights)
-        return [index for index in weights if not self.keeps(index)]
+            bucket.load(weights, unstepped)
 
     @property
     def are_used(self) -> bool:
@@ -193,12 +192,19 @@ class Masters:
         for bucket in chosen:
             bucket.close(draws)
 
-    def count_step(self, param_groups: Sequence[dict[str, Any]]) -> None:
-        """Other random numbers from now on. On every rank alike."""
+    def complete_options(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Where results are rounded at random, what that goes on with is an option of the group."""
         for group, mode in zip(param_groups, self.modes, strict=True):
             if mode is MasterMode.STOCHASTIC:
-                group[SEED] = group.get(SEED, self.settings.seed)
-                group[STEP] = group.get(STEP, 0) + 1
+                group.setdefault(SEED, self.settings.seed)
+                group.setdefault(STEP, 0)
+
+    def count_step(self, param_groups: Sequence[dict[str, Any]]) -> None:
+        """Other random numbers from now on. On every rank alike."""
+        self.complete_options(param_groups)
+        for group, mode in zip(param_groups, self.modes, strict=True):
+            if mode is MasterMode.STOCHASTIC:
+                group[STEP] += 1
 
     def _draws(self, param_groups: Sequence[Mapping[str, Any]]) -> list[Draw]:
         return [Draw(int(group.get(SEED, self.settings.seed)), int(group.get(STEP, 0))) for group in param_groups]

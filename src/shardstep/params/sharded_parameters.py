@@ -109,7 +109,9 @@ class ShardedParameters:
         self._place(param_groups, [choose(group, wish, options_of(said), mode) for group, wish, said, mode in rows])
         if "auto" in granularities and self.rank == 0:
             self.builder.log_what_was_not_checked()
-        return self.builder.build([self._local_group(group, position) for position, group in enumerate(param_groups)])
+        local = self.builder.build([self._local_group(group, position) for position, group in enumerate(param_groups)])
+        self.masters.complete_options(local.param_groups)
+        return local
 
     def extend(
         self,
@@ -125,6 +127,7 @@ class ShardedParameters:
         chosen = self.builder.choose(param_groups[position], granularity, options_of(given), mode)
         self._place(param_groups, [chosen] * len(param_groups))
         optimizer.add_param_group(self._local_group(param_groups[position], position))
+        self.masters.complete_options(optimizer.param_groups)
 
     def retract(self, optimizer: Optimizer, count: int) -> None:
         """Undo ``extend``: keep the first ``count`` groups. Nothing was moved yet, so nothing moves back."""

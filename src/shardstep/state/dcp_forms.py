@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,26 +11,42 @@ from torch import Tensor
 from shardstep.comm import collectives
 from shardstep.comm.codec import decode, dtype_name, dtype_of, encode
 from shardstep.comm.process_group import Group
+from shardstep.params.masters import ROUNDING
 from shardstep.state.dcp_caller import Request, flat_dict
 
 _DEVICE = "shardstep_device"  # a key that no optimizer has
 
 
-def template(group: Group, wanted: Request, device: torch.device) -> dict[int, dict[str, Any]]:
-    """Stand-ins, without memory, for the state that DCP is about to load, by position. DCP replaces them one by one.
+class Template(NamedTuple):
+    """What is like a dict that DCP is about to load."""
 
-    Collective if only rank 0 has the dict.
-    """
-    described = _describe(wanted.loading or {})
+    states: dict[int, dict[str, Any]]  # by position: stand-ins without memory, which DCP replaces one by one
+    rounding: list[list[str]]  # by group: the options of random rounding that it has
+
+    def with_its_options(self, form: dict[str, Any]) -> dict[str, Any]:
+        """``form`` with the options of random rounding that the dict has. (torch raises if the dict has more.)"""
+        groups = [{key: value for key, value in group.items() if key not in ROUNDING} for group in form["param_groups"]]
+        for group, names in zip(groups, self.rounding, strict=False):
+            group.update(dict.fromkeys(names, 0))
+        return {**form, "param_groups": groups}
+
+
+def template(group: Group, wanted: Request, device: torch.device) -> Template:
+    """A template of the dict that DCP is about to load. Collective if only rank 0 has the dict."""
+    described, rounding = _describe(wanted.loading or {}), _rounding_in(wanted.loading or {})
     if wanted.broadcast:
-        described = collectives.move_json(group, described, 0, None)
+        described, rounding = collectives.move_json(group, [described, rounding], 0, None)
     states: dict[int, dict[str, Any]] = {}
     for position, tree, metas in described:
         tensors = [torch.empty((), dtype=dtype_of(dtype), device=device).expand(shape) for dtype, shape in metas]
         states[position] = decode(tree, tensors)
     if not any(len(shape) for _, _, metas in described for _, shape in metas):
         states.setdefault(0, {})[_DEVICE] = torch.empty(1, device=device)  # DCP asks for the device of any tensor
-    return states
+    return Template(states, rounding)
+
+
+def _rounding_in(form: Mapping[str, Any]) -> list[list[str]]:
+    return [[key for key in ROUNDING if key in saved] for saved in form.get("param_groups", ())]
 
 
 def _describe(form: Mapping[str, Any]) -> list[Any]:

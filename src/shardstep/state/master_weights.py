@@ -7,11 +7,14 @@ local optimizer loads what is left.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
+from shardstep.layout.specs import ParamSpec, Piece
 from shardstep.state.held import HeldParameters
+from shardstep.state.shard import StateShard, shard_of_range, shard_of_whole
 
 MASTER = "master_weight"
 
@@ -30,13 +33,33 @@ def with_masters(
     return entries
 
 
-def take_masters(local: dict[str, Any], held: HeldParameters) -> dict[int, Tensor]:
-    """Take the masters out of the local optimizer's dict: by parameter index, as large as this rank's piece.
+def place_for_master(spec: ParamSpec, piece: Piece, device: torch.device) -> StateShard:
+    """New memory to read the master of this rank's piece of a parameter into."""
+    local = torch.empty(piece.numel, dtype=torch.float32, device=device)
+    if piece.whole:
+        return shard_of_whole(local.view(spec.shape), blank=True)
+    return shard_of_range(spec.shape, piece.start, piece.stop, local, blank=True)
 
-    A parameter without any other state has none then, as one that was never stepped.
-    """
+
+def without_old_master(entry: Any) -> Any:
+    """A parameter's state without the master that was there before DCP loaded the rest: the checkpoint had none."""
+    if not isinstance(entry, Mapping) or not isinstance(entry.get(MASTER), StateShard) or entry[MASTER].loaded:
+        return entry
+    rest = {key: value for key, value in entry.items() if key != MASTER}
+    return rest if any(isinstance(value, StateShard) and value.loaded for value in rest.values()) else entry
+
+
+class LoadedMasters(NamedTuple):
+    """Masters that came with a state dict, of this rank's pieces."""
+
+    weights: dict[int, Tensor]  # by parameter
+    alone: set[int]  # of parameters that came with no other state
+
+
+def take_masters(local: dict[str, Any], held: HeldParameters) -> LoadedMasters:
+    """Take the masters out of the local optimizer's dict. A parameter without any other state has none then."""
     indices = [index for owned in held.indices for index in owned]
-    taken: dict[int, Tensor] = {}
+    taken, alone = dict[int, Tensor](), set[int]()
     for number, index in enumerate(indices):
         entry = local["state"].get(number)
         if not isinstance(entry, Mapping) or MASTER not in entry:
@@ -47,4 +70,5 @@ def take_masters(local: dict[str, Any], held: HeldParameters) -> dict[int, Tenso
             local["state"][number] = rest
         else:
             del local["state"][number]
-    return taken
+            alone.add(index)
+    return LoadedMasters(taken, alone)

@@ -11,8 +11,16 @@ from torch import Tensor
 from shardstep.params.tensor_subclasses import is_subclass, opened
 
 
-class MemoryReport(NamedTuple):
+class _Sizes(NamedTuple):
+    parameters: int
+    gradients: int
+    state: int
+
+
+class MemoryReport(_Sizes):
     """Bytes that this rank holds, measured on its live tensors.
+
+    A tuple of the first three, as it was before there were masters; the others are attributes only.
 
     Attributes:
         parameters: of the model, which every rank has whole.
@@ -26,12 +34,28 @@ class MemoryReport(NamedTuple):
             ``gradient_buckets_in_flight`` times the largest bucket.
     """
 
-    parameters: int
-    gradients: int
-    state: int
     masters: int = 0
     scratch: int = 0
     buffers: int = 0
+
+    def __new__(
+        cls, parameters: int, gradients: int, state: int, masters: int = 0, scratch: int = 0, buffers: int = 0
+    ) -> MemoryReport:
+        report = super().__new__(cls, parameters, gradients, state)
+        report.masters, report.scratch, report.buffers = masters, scratch, buffers
+        return report
+
+    @property
+    def total(self) -> int:
+        """All six. (The sum of the tuple lacks the last three.)"""
+        return sum(self) + self.masters + self.scratch + self.buffers
+
+    def __repr__(self) -> str:
+        others = f"masters={self.masters}, scratch={self.scratch}, buffers={self.buffers}"
+        return f"{super().__repr__()[:-1]}, {others})"
+
+    def __getnewargs__(self) -> tuple[int, ...]:
+        return (*self, self.masters, self.scratch, self.buffers)
 
 
 def measure(

@@ -15,7 +15,8 @@ from shardstep.params.local_optimizer import options_of
 from shardstep.params.option_facts import option_facts
 from shardstep.state.cutting import local_part
 from shardstep.state.held import HeldParameters
-from shardstep.state.master_weights import take_masters
+from shardstep.state.master_weights import LoadedMasters, take_masters, without_old_master
+from shardstep.state.offers import Offer
 from shardstep.state.shard import filled, is_sharded
 from shardstep.state.status import Snapshot
 
@@ -51,6 +52,8 @@ def recipients(state_dict: Mapping[str, Any]) -> str:
 
 def outer_copy(value: Any) -> Any:
     """A copy of the outer dict, for a caller that may edit it."""
+    if isinstance(value, Offer):
+        return value.copy()
     return dict(value) if isinstance(value, dict) else value
 
 
@@ -58,7 +61,7 @@ class Loaded(NamedTuple):
     """What was loaded into a local optimizer."""
 
     undo: Callable[[], None]
-    masters: dict[int, Tensor]  # that came with it, by parameter: of this rank's pieces
+    masters: LoadedMasters  # that came with it
 
 
 def load_local(
@@ -185,7 +188,7 @@ def _local_form(state_dict: Mapping[str, Any], held: HeldParameters) -> dict[str
             local["param_names"] = [saved["param_names"][index - start] for index in indices]
         local_groups.append(local)
         for index in indices:
-            entry = filled(states.get(saved_ids[index]))
+            entry = without_old_master(filled(states.get(saved_ids[index])))
             if entry:
                 piece = held.pieces.pieces[index]
                 spec, find_class = held.layout.spec_of[index], partial(held.find_state_class, index)

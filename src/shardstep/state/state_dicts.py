@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +35,7 @@ class Core(Protocol):
 
     def check_not_broken(self, call: str) -> None: ...
 
-    def load_masters(self, masters: Mapping[int, Tensor]) -> None: ...
+    def load_masters(self, masters: Mapping[int, Tensor], alone: Collection[int]) -> None: ...
 
 
 class ShardedOptimizer(Optimizer):
@@ -129,9 +129,10 @@ class ShardedOptimizer(Optimizer):
         except BaseException:
             loaded.undo()
             raise
+        self.engine.sharded.masters.complete_options(self.optim.param_groups)
         plain.load_options(state_dict["param_groups"], self.param_groups, self.optim.param_groups)
         self._status.changed(has_state=bool(state_dict["state"]))
-        self.engine.load_masters(loaded.masters)
+        self.engine.load_masters(*loaded.masters)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
@@ -139,20 +140,20 @@ class ShardedOptimizer(Optimizer):
         """What torch's checkpoint functions get from ``state_dict``. Collective, as those functions are."""
         sharded = self.engine.sharded
         if wanted.loading is not None:
-            states: dict[Any, Any] = dcp_forms.template(sharded.ranks.everyone, wanted, self._all_params[0].device)
-        elif wanted.full:
-            self.engine.check_not_broken("get_optimizer_state_dict")
-            with self.engine.consensus.reporting("get_optimizer_state_dict"):
-                described = describe(sharded.pieces, sharded.layout, with_masters(sharded, self.optim.state))
-            self.engine.consensus.check_equal("get_optimizer_state_dict", [])
-            # DCP names the recipient by global rank, which is our rank only if the group is everybody.
-            to = 0 if wanted.offload and process_group.is_everybody(self.engine.sharded.group) else None
-            # Contiguous, because torch's broadcast_from_rank0 mixes up the elements of other tensors.
-            states = map_tensors(self._collect(described, to), Tensor.contiguous)
-            self._bring_options(to)
-        else:
+            like = dcp_forms.template(sharded.ranks.everyone, wanted, self._all_params[0].device)
+            return like.with_its_options(self._form_of(like.states))
+        if not wanted.full:
             return self._form_in_pieces()
-        return plain.plain_form(self.param_groups, Snapshot((self.rank,), states), self.rank)
+        self.engine.check_not_broken("get_optimizer_state_dict")
+        with self.engine.consensus.reporting("get_optimizer_state_dict"):
+            described = describe(sharded.pieces, sharded.layout, with_masters(sharded, self.optim.state))
+        self.engine.consensus.check_equal("get_optimizer_state_dict", [])
+        # DCP names the recipient by global rank, which is our rank only if the group is everybody.
+        to = 0 if wanted.offload and process_group.is_everybody(self.engine.sharded.group) else None
+        # Contiguous, because torch's broadcast_from_rank0 mixes up the elements of other tensors.
+        states = map_tensors(self._collect(described, to), Tensor.contiguous)
+        self._bring_options(to)
+        return self._form_of(states)
 
     def _form_in_pieces(self) -> dict[str, Any]:
         """torch's plain form with this rank's pieces of the state, as ``StateShard``s."""
@@ -160,6 +161,10 @@ class ShardedOptimizer(Optimizer):
         self.engine.progress.copies.wait()  # the caller may load into them
         entries = named.sharded_states(sharded, self.optim, blanks=True)
         states: dict[Any, Any] = {index: entries.get(index, {}) for index in sharded.params}
+        form = self._form_of(states)
+        return {**form, "param_groups": [named.offered_options(group) for group in form["param_groups"]]}
+
+    def _form_of(self, states: dict[Any, Any]) -> dict[str, Any]:
         return plain.plain_form(self.param_groups, Snapshot((self.rank,), states), self.rank)
 
     def sharded_state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
@@ -200,12 +205,13 @@ class ShardedOptimizer(Optimizer):
         except BaseException:
             loaded.undo()
             raise
+        self.engine.sharded.masters.complete_options(self.optim.param_groups)
         plain.load_options(parts.options, self.param_groups, self.optim.param_groups)
         found = any(parts.entries.values()) or bool(parts.others)
         if self.world_size > 1:  # a rank may own nothing of what the others have found
             found = any(row[0] for row in collectives.all_gather_ints(self.engine.sharded.group, [found]))
         self._status.changed(has_state=found)
-        self.engine.load_masters(loaded.masters)
+        self.engine.load_masters(*loaded.masters)
 
     def full_state(self, param: Tensor) -> dict[str, Any]:
         """One parameter's full state, on the CPU of every rank.

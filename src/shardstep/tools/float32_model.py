@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 from shardstep.checkpoint import keys
-from shardstep.checkpoint.keys import STATE
+from shardstep.checkpoint.inspection import masters_in
 from shardstep.checkpoint.open_checkpoint import Checkpoint
-from shardstep.state.master_weights import MASTER
 from shardstep.state.names import saved_names
+from shardstep.tools.windows import have_equal_bits
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -23,7 +25,7 @@ def masters_for(checkpoint: Checkpoint, root: keys.Path) -> dict[str, str]:
         for fqn, path in checkpoint.paths.items()
         if path[: len(root)] == root and fqn in checkpoint.entries
     }
-    masters = {str(path[-2]): fqn for fqn, path in checkpoint.paths.items() if _is_master(checkpoint, path)}
+    masters = masters_in(checkpoint)
     found = {model[name]: masters[there] for name, there in saved_names(model, masters).items()}
     if not found:
         raise ValueError(
@@ -34,12 +36,27 @@ def masters_for(checkpoint: Checkpoint, root: keys.Path) -> dict[str, str]:
         sizes = [tuple(checkpoint.entries[fqn].size) for fqn in (name, master)]  # type: ignore[union-attr]
         if sizes[0] != sizes[1]:
             raise ValueError(f"{name} expects a master of its shape {sizes[0]} but {master} has {sizes[1]}.")
-    return found
+    return {**found, **_masters_of_ties(checkpoint, model, found)}
 
 
-def _is_master(checkpoint: Checkpoint, path: keys.Path) -> bool:
-    roots = keys.optimizer_roots(checkpoint.paths.values())
-    return path[-1] == MASTER and any(path[:-2] == (*root, STATE) for root in roots)
+def _masters_of_ties(checkpoint: Checkpoint, model: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str]:
+    """For tied weights: the optimizer knows one of their names, the model all. They are saved with the same bits.
+
+    (What else has the same bits may have the master, too: it rounds to them.)
+    """
+    known = set(checkpoint.parameter_names())
+    ties = {}
+    for name, fqn in model.items():
+        if fqn not in found and name not in known and _is_narrow(checkpoint, fqn):
+            twin = next((other for other in found if have_equal_bits(checkpoint, fqn, other)), None)
+            if twin is not None:
+                ties[fqn] = found[twin]
+    return ties
+
+
+def _is_narrow(checkpoint: Checkpoint, fqn: str) -> bool:
+    found = checkpoint.tensor_at(fqn)
+    return found is not None and found[1] in _NARROW
 
 
 def wide_dtype(saved: torch.dtype) -> torch.dtype:

@@ -23,8 +23,8 @@ from shardstep.checkpoint.storage.reader import put
 from shardstep.checkpoint.storage.torch_file import WINDOW_BYTES, bytes_in, memory_of, patch_checksums
 from shardstep.comm.codec import is_live_only
 from shardstep.params import tensor_subclasses
-from shardstep.state.shard import shard_of_range, shard_of_whole
 from shardstep.tools.float32_model import masters_for, wide_dtype
+from shardstep.tools.windows import windows_of
 
 Progress = Callable[[int], None]  # called with bytes done
 
@@ -34,6 +34,7 @@ class Source(NamedTuple):
 
     fqn: str  # under which key it is
     dtype: torch.dtype
+    key: str  # of what is written: two may be read from one, if they are tied
 
 
 def to_plain(directory: Path, target: Path, key: str, progress: Progress, *, master: bool = False) -> str:
@@ -122,7 +123,7 @@ def _plain_tree(
             dtype = entry.properties.dtype if masters is None else wide_dtype(entry.properties.dtype)
             with mode:
                 leaf = torch.empty(entry.size, dtype=dtype)
-            sources[id(leaf)] = Source((masters or {}).get(fqn, fqn), dtype)
+            sources[id(leaf)] = Source((masters or {}).get(fqn, fqn), dtype, fqn)
         else:  # each tensor with memory of its own: it gets a place of its own
             leaf = tree_map_only(Tensor, lambda tensor: tensor.clone().contiguous(), values[fqn])
         put(tree, checkpoint.paths[fqn][len(root) :], leaf)
@@ -214,20 +215,12 @@ def _fill(
 
 
 def _fill_by_windows(checkpoint: Checkpoint, source: Source, descriptor: int, place: int, progress: Progress) -> int:
-    entry = checkpoint.entries[source.fqn]
-    assert isinstance(entry, TensorStorageMetadata)
-    shape, dtype = tuple(entry.size), entry.properties.dtype
-    count, step, checksum = entry.size.numel(), max(WINDOW_BYTES // dtype.itemsize, 1), 0
-    buffer = torch.empty(min(step, count), dtype=dtype)
-    for start in range(0, count, step):
-        stop = min(start + step, count)
-        window = buffer[: stop - start]
-        whole = start == 0 and stop == count
-        shard = shard_of_whole(window.view(shape)) if whole else shard_of_range(shape, start, stop, window)
-        checkpoint.read_into({source.fqn: shard})
+    checksum = 0
+    for window in windows_of(checkpoint, source.fqn):
         memory = memory_of(window.to(source.dtype))
         checksum = zlib.crc32(memory, checksum)
-        _write_at(descriptor, memory, place + start * source.dtype.itemsize)
+        _write_at(descriptor, memory, place)
+        place += len(memory)
         progress(len(memory))
     return checksum
 
