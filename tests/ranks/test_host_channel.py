@@ -9,6 +9,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from shardstep.comm import host_channel
 from shardstep.comm.host_channel import HostChannel, open_channel
 from shardstep.comm.process_group import open_group
 from shardstep.comm.topology import Topology, find_topology
@@ -88,3 +89,30 @@ def _cannot(rank: int, world_size: int) -> bool:
 
 def test_if_one_rank_cannot_listen_nobody_has_a_channel():
     assert run_ranks(_cannot, 3) == [True] * 3
+
+
+def _look_while_waiting(rank: int, world_size: int) -> None:
+    host_channel._LOOK_AFTER = 0.05
+    channel, _ = connect()
+    looks = []
+    if rank == 1:
+        dist.barrier()  # until the others have looked
+        channel.share(b"here").wait()
+        return
+
+    def look() -> None:
+        looks.append(time.monotonic())
+        if len(looks) == 3:
+            raise ArithmeticError("it will not come")
+
+    shared = channel.share(b"here")
+    with pytest.raises(ArithmeticError, match="it will not come"):
+        shared.wait(look)
+    dist.barrier()
+    shared.wait(look)  # it can be waited for again
+    assert shared.messages == [b"here"] * world_size
+    assert len(looks) >= 3
+
+
+def test_who_waits_looks_now_and_then_and_may_give_up():
+    run_ranks(_look_while_waiting, 3)

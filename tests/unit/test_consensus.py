@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import threading
+import time
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 
 from shardstep.comm.consensus import RankConsensus, RankFailed, first_difference
 from shardstep.comm.process_group import Group
+from shardstep.comm.store_watch import StoreWatch
 
 
 def facts(*rows):
@@ -139,3 +142,35 @@ def test_a_rank_that_said_why_it_failed_but_gave_no_verdict_is_quoted_not_counte
     failing._enter("step", {"error": "ValueError: no", "kind": "ValueError"})
     with pytest.raises(RankFailed, match="rank 1 did not call it: it was in step, which failed there: ValueError: no"):
         waiting.check_equal("add_param_group", [])
+
+
+def test_who_waits_hears_of_ranks_that_failed_before_its_place_and_of_no_others():
+    store = dist.HashStore()
+    raw = SimpleNamespace(get_group_store=lambda: store)
+    failing, other, waiting = (RankConsensus(Group(raw, rank, 3, rank, {"cpu": "gloo"})) for rank in range(3))
+    everyone = range(3)
+    assert waiting.failure_before(5, everyone, has_reported=False) is None  # nobody has failed
+    failing.report_failure("step", ValueError("no"), place=3)
+    other.report_failure("step", ValueError("me neither"), place=6)
+    assert waiting.failure_before(3, everyone, has_reported=False) is None  # what it waits for has come, or will
+    found = waiting.failure_before(4, everyone, has_reported=False)
+    assert found is not None
+    assert str(found) == "rank 0 failed before, in step: ValueError: no"
+    assert waiting.failure_before(4, [1, 2], has_reported=False) is None  # rank 0 is no part of that collective
+    waiting.report_failure("step", found, place=4)
+    assert waiting.failure_before(4, everyone, has_reported=True) is not None
+    assert waiting.failure_before(4, everyone, has_reported=False) is None  # of the next step nobody has said anything
+
+
+def test_a_glance_at_a_busy_store_says_nothing_about_it():
+    """A gather that takes long looks every second: one that gets no answer leaves one thread behind, not one each."""
+    watch, answer = StoreWatch(), threading.Event()
+    before = threading.active_count()
+    assert [watch.glance(answer.wait, 0.01) for _ in range(5)] == [None] * 5
+    assert threading.active_count() == before + 1
+    assert not watch.is_lost
+    answer.set()
+    assert watch.ask(lambda: "there", 5) == "there"
+    while threading.active_count() > before:
+        time.sleep(0.01)
+    assert watch.glance(lambda: "there", 5) == "there"
