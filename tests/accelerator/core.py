@@ -1,7 +1,7 @@
 """Which tests of the device are in ``make test``: every mode once against the CPU, the figures, and negative controls.
 
-At 2 or 3 ranks: a variant with one rank is not in it. The others are marked ``extended``: ``make test-accelerator`` runs
-all of them, and ``.ci/run`` runs that.
+At 2 or 3 ranks: a variant with one rank is not in it. The others are marked ``extended``: all of them are
+in ``make test-accelerator``, which ``.ci/run`` runs.
 """
 
 from __future__ import annotations
