@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import gc
+import os
 
 from tests import traces, verdicts
 
+PREPARED_BY = os.getpid()
 verdicts.remember()
 WATCHED = traces.watch()
 # What was imported is not looked at again: neither by the collector nor by searches through all objects.

@@ -20,6 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from shardstep import ZeroRedundancyOptimizer
 from shardstep.grads import scheduler
+from shardstep.params import probe
+from tests import verdicts
 from tests.harness import run_ranks
 
 kept: list[Any] = []  # in the process of a rank
@@ -48,6 +50,40 @@ def test_fresh_processes_are_nobody_elses():
     alone = set(run_ranks(pid, 2, fresh=True))
     assert not before & alone
     assert set(run_ranks(pid, 2)) == before
+
+
+def who_prepared(rank: int, world: int) -> int:
+    from tests import prepared  # not in the process of the tests: it changes what it is imported in
+
+    return prepared.PREPARED_BY
+
+
+def test_what_all_processes_begin_with_was_done_once_before_they_were_forked():
+    preparers = {*run_ranks(who_prepared, 2), *run_ranks(who_prepared, 2, fresh=True)}
+    assert len(preparers) == 1
+    assert not preparers & {*run_ranks(pid, 2), os.getpid()}
+
+
+def asks_the_probe(rank: int, world: int, lr: float) -> bool:
+    """Whether it had to: nobody has built such an optimizer before."""
+    examined = []
+
+    def examine(*args: Any, **kwargs: Any) -> Any:
+        examined.append(args)
+        return probe.examine(*args, **kwargs)
+
+    verdicts.examine = examine
+    for _ in range(2):
+        ZeroRedundancyOptimizer([torch.nn.Parameter(torch.ones(5))], SGD, lr=lr)
+    assert len(examined) < 2
+    return bool(examined)
+
+
+def test_what_the_probe_found_out_is_handed_on_to_new_processes():
+    lr = random.random()
+    assert run_ranks(asks_the_probe, 2, lr, fresh=True) == [True, True]
+    assert run_ranks(asks_the_probe, 2, lr, fresh=True) == [False, False]
+    assert run_ranks(asks_the_probe, 2, lr + 1, fresh=True) == [True, True]
 
 
 def sets_what_is_put_back(rank: int, world: int) -> int:

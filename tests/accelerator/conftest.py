@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.accelerator import devices
+from tests.accelerator import devices, simulated
 from tests.accelerator.core import is_core
 
 HERE = Path(__file__).parent
@@ -45,7 +45,7 @@ def _world_of(item: Any) -> Any:
 @pytest.fixture(scope="session")
 def built() -> None:
     """Build the simulated device before the first test: no test's timeout is for that."""
-    if devices.DEVICE == "sim" and not devices.missing():
+    if devices.DEVICE == "sim" and not devices.missing() and not simulated.is_built():
         build = "from tests.accelerator.simulated import build; build()"
         subprocess.run([sys.executable, "-c", build], check=True, cwd=HERE.parent.parent)
 

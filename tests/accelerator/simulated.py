@@ -81,6 +81,11 @@ def _folder() -> Path:
     return folder
 
 
+def is_built() -> bool:
+    """Whether somebody on this machine has built it already: then ``build`` takes no time."""
+    return (_folder() / "shardstep_sim.so").exists()
+
+
 @functools.cache
 def build() -> Any:
     """Build the extension, unless it is there, and import it. Others who come meanwhile wait."""
