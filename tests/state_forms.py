@@ -23,7 +23,8 @@ FLATTENED = [form for form in FORMS if "flattened" in form]
 
 def save(form: str, model: Any, opt: Any, path: Path) -> Any:
     """Save on every rank; what is not in ``path`` is returned, on rank 0."""
-    options = StateDictOptions(full_state_dict="sharded" not in form, flatten_optimizer_state_dict="flattened" in form)
+    flat = "flattened" in form
+    options = StateDictOptions(full_state_dict="sharded" not in form, flatten_optimizer_state_dict=flat)
     if form in DIRECTORIES:
         checkpoint.save(path, opt, model, asynchronous=form == "async").wait()
         return None
@@ -42,7 +43,8 @@ def save(form: str, model: Any, opt: Any, path: Path) -> Any:
 def load(form: str, model: Any, opt: Any, path: Path, saved: Any = None, planner: Any = None) -> None:
     """Load on every rank what ``save`` saved. The model is loaded from directories of ours only."""
     flat = "flattened" in form  # (torch cannot load a flattened dict with full_state_dict=True)
-    options = StateDictOptions(full_state_dict=form == "torch", flatten_optimizer_state_dict=flat)
+    offload = "offloaded" in form
+    options = StateDictOptions(full_state_dict=form == "torch", flatten_optimizer_state_dict=flat, cpu_offload=offload)
     if form in DIRECTORIES:
         checkpoint.load(path, opt, model)
     elif form == "dcp":

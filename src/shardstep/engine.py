@@ -226,7 +226,7 @@ class Engine:
         sharded = self.sharded
         taken = loaded_masters.that_fit(sharded, masters)
         lacking = min(masters.keys() - taken.keys(), default=-1)
-        has_state = any(map(bool, self.optimizer.state.values()))
+        has_state = any(entry for key, entry in self.optimizer.state.items() if isinstance(key, Tensor))
         rows = collectives.all_gather_ints(sharded.group, [bool(taken), lacking, has_state])
         if any(row[0] for row in rows) or sharded.masters.are_kept:
             self.wait_for_parameters()

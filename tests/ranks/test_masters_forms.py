@@ -22,7 +22,7 @@ from tests.ranks.test_masters_state import build, check_against_plain, make_mode
 from tests.state_forms import DIRECTORIES, FLATTENED, FORMS, load, save
 from tests.twins import assert_same
 
-# torch's flattened forms want the keys of the optimizer, no more and no less: the last tests here say what that means.
+# torch's flattened forms want the keys of the optimizer: the last tests here say what that means.
 PLIANT = [form for form in FORMS if form != "torch sharded flattened"]
 
 
@@ -312,30 +312,42 @@ def test_state_without_masters_loads_into_random_rounding(form, tmp_path):
     assert_same([state["exp_avg"] for state in loaded], [state["exp_avg"].float() for state in states], "state")
 
 
-# --- what torch's flattened form cannot do ----------------------------------------------------------------------------
+# --- what torch makes plain dicts of: flattened, and copied to the CPU ------------------------------------------------
 
 
-def _partial(rank, world, mode, path, weights):
+def _partial(rank, world, mode, form, path, weights):
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    return _begin(rank, world, mode, "torch sharded flattened", path, None, weights, planner)
+    return _begin(rank, world, mode, form, path, None, weights, planner)
 
 
-def _refused(rank, world, mode, path):
+def _refused(rank, world, mode, form, path):
     model = make_model()
     with pytest.raises(dcp.api.CheckpointException) as caught:
-        load("torch sharded flattened", model, build(model, mode), path)
+        load(form, model, build(model, mode), path)
     return str(caught.value)
 
 
+@pytest.mark.parametrize("form", ["torch sharded flattened", "torch sharded offloaded"])
 @pytest.mark.parametrize("mode", KEPT)
-def test_a_flattened_dict_without_masters_needs_a_partial_load(mode, tmp_path):
+def test_a_dict_of_torch_without_masters_needs_a_partial_load(mode, form, tmp_path):
     """docs/precision.md says which call to make."""
     path = tmp_path / "saved"
-    _, weights, states = run_ranks(saved_by, 3, None, "torch sharded flattened", path)[0]
-    assert (
-        "Missing key in checkpoint state_dict: optim.state.0.weight.master_weight"
-        in run_ranks(_refused, 2, mode, path)[0]
-    )
-    loaded, found = run_ranks(_partial, 2, mode, path, weights)[0]
+    _, weights, states = run_ranks(saved_by, 3, None, form, path)[0]
+    told = run_ranks(_refused, 2, mode, form, path)[0]
+    assert "Missing key in checkpoint state_dict: optim.state.0.weight.master_weight" in told
+    loaded, found = run_ranks(_partial, 2, mode, form, path, weights)[0]
     assert_same(loaded, weights, "parameters")
     assert_same([state["exp_avg"] for state in found], [state["exp_avg"].float() for state in states], "state")
+
+
+def _no_seed(rank, world, form, path, saved):
+    model = make_model()
+    with pytest.raises((KeyError, dcp.api.CheckpointException)) as caught:
+        load(form, model, build(model, "stochastic"), path, saved)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("form", FLATTENED)
+def test_a_flattened_dict_of_another_mode_is_refused_by_torch_for_random_rounding(form, tmp_path):
+    saved, _, _ = run_ranks(saved_by, 2, None, form, tmp_path / "saved")[0]
+    assert "param_groups.0.weight.rounding_seed" in run_ranks(_no_seed, 2, form, tmp_path / "saved", saved)[0]

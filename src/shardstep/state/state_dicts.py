@@ -172,7 +172,8 @@ class ShardedOptimizer(Optimizer):
 
         ``{"state": {name: {...}}, "param_groups": [...]}``; its tensors are ``StateShard``s over this rank's memory, in
         the shape of the whole. Not collective. A parameter without state gets a place to load into, which is not
-        saved. After ``dcp.load`` give the dict to ``load_sharded_state_dict``.
+        saved. After ``dcp.load`` give the dict to ``load_sharded_state_dict``. While ``dcp.load`` looks at it, it has
+        float32 masters if the checkpoint has them, whatever this optimizer keeps.
 
         Args:
             model: whose names to use; without it those that the optimizer was built with, or positions.
