@@ -403,8 +403,8 @@ def test_a_model_is_loaded_through_pinned_memory_and_put_back_if_the_rest_fails(
 ) -> None:
     for reads, _, expected, loaded in run_ranks(_load_a_model, world, str(tmp_path / "c"), fails):
         same(loaded, expected)
-        blocking = [read for read in reads if "copy" in read]
-        assert len(blocking) == (0 if fails else 2), blocking  # of the tied weight, there and back
+        blocking = [read for read in reads if "copy" in read]  # (what kind of wait it is only the simulation tells)
+        assert len(blocking) == (2 if DEVICE == "sim" and not fails else 0), blocking  # of the tied weight, both ways
         assert len(reads) - len(blocking) <= 4  # waits for buffers, which hold many tensors
 
 
