@@ -31,9 +31,13 @@ $(VENV)/installed: pyproject.toml
 train: $(VENV)/installed
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) examples/train_gpt.py $(ARGS)
 
+# The simulated device, where there is a compiler: before the tests, whose time limit is not for building it.
+DEVICE = $(BIN)/python -c 'from tests.accelerator import simulated; simulated.missing() or simulated.build()'
+
 # Each test at 1 and 3 ranks, and the core of the simulated device's tests (see test-accelerator); test-all: also the same
 # tests at 2, 4 and 5 (see tests/conftest.py), the programs, what is extended, and all of the device.
 test: lint
+	$(DEVICE)
 	$(BIN)/python -m pytest -m "not again and not programs and not extended and $(OWN)" $(ARGS)
 
 # Tests that take long, and whose claim a cheaper one makes as well.
@@ -48,6 +52,7 @@ test-programs: $(VENV)/installed
 	$(BIN)/python -m pytest $(PROGRAMS) -m "programs and not again and not hosts" $(ARGS)
 
 test-all: lint
+	$(DEVICE)
 	$(BIN)/python -m pytest -m "$(OWN)" $(ARGS)
 
 # Every optimizer class of five packages. For the page about it: python -m tests.optimizers.table > docs/optimizers.md
@@ -81,6 +86,7 @@ test-package: $(VENV)/installed-package
 # All tests of a simulated device (tests/accelerator), which is built once on a machine: 35 s, with a C++ compiler. Without
 # one they skip and say so. SHARDSTEP_DEVICE=required: then they fail.
 test-accelerator: $(VENV)/installed
+	$(DEVICE)
 	$(BIN)/python -m pytest tests/accelerator -m "not again" -n 2 $(ARGS)
 
 # The same tests on GPUs, with NCCL: a rank per GPU, at most 4. Takes the torch of $(PYTHON) if it is built for CUDA, else

@@ -37,7 +37,7 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -362,6 +362,14 @@ def on_device(function: Callable[..., Any], backends: str = BACKENDS) -> Callabl
             dist.barrier()
         result = function(rank, world, *args, **kwargs)
         check()
+        _leave_together(store, rank, world)
         return result
 
     return on_rank
+
+
+def _leave_together(store: dist.Store, rank: int, world: int) -> None:
+    """The process ends with the call. Who ends first resets connections from which others may still read."""
+    store.set(f"leaving/{rank}", "")
+    with suppress(RuntimeError):  # a rank that the test has ended does not come, nor may the store be there
+        store.wait([f"leaving/{other}" for other in range(world)], timedelta(seconds=3))
