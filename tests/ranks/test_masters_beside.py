@@ -20,6 +20,8 @@ from tests.ranks.test_masters_modes import WAYS, Run
 from tests.ranks.test_subclass_state import optimizer_class, same_state
 from tests.twins import values
 
+pytestmark = pytest.mark.extended  # the other files about masters have a cheaper test of each claim
+
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 

@@ -18,6 +18,8 @@ from tests.ranks.test_masters import KEPT, rounded
 from tests.ranks.test_masters_modes import WAYS, Run, connect
 from tests.twins import values
 
+pytestmark = pytest.mark.extended  # the other files about masters have a cheaper test of each claim
+
 SPACING = 2.0**-7  # of bfloat16, between 1 and 2
 MODES = [*KEPT, "stochastic", None]
 

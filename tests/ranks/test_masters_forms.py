@@ -22,6 +22,8 @@ from tests.ranks.test_masters_state import build, check_against_plain, make_mode
 from tests.state_forms import DIRECTORIES, FLATTENED, FORMS, load, save
 from tests.twins import assert_same
 
+pytestmark = pytest.mark.extended  # the other files about masters have a cheaper test of each claim
+
 # torch's flattened forms want the keys of the optimizer: the last tests here say what that means.
 PLIANT = [form for form in FORMS if form != "torch sharded flattened"]
 

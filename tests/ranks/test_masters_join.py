@@ -22,6 +22,8 @@ from tests.ranks.test_masters import KEPT, rounded
 from tests.ranks.test_masters_modes import WAYS, Run, make_model
 from tests.twins import values
 
+pytestmark = pytest.mark.extended  # the other files about masters have a cheaper test of each claim
+
 COUNTS = {2: [2, 4], 3: [3, 0, 5], 4: [2, 4, 3, 1]}  # of batches, by rank: one has none at all
 REDUCED_BY_DDP = ("ddp", "hook", "interleaved")
 

@@ -25,6 +25,8 @@ from shardstep import (
 from tests.harness import run_ranks
 from tests.twins import assert_same, values
 
+pytestmark = pytest.mark.extended  # the other files about masters have a cheaper test of each claim
+
 SHAPES = {"a": (7, 5), "b": (5,), "c": (3, 2, 2), "d": (67, 13), "e": (1,), "f": (40, 7)}
 WAYS = ("ddp", "sharded", "under ddp", "hook", "interleaved", "scattering hook")
 STEPS = 6

@@ -17,6 +17,8 @@ from tests.harness import run_ranks
 from tests.ranks.test_masters import KEPT, SMALL
 from tests.twins import assert_same, values
 
+pytestmark = pytest.mark.extended  # the other files about masters have a cheaper test of each claim
+
 MODES = [None, *KEPT, "stochastic"]
 UNTOUCHED = ("late.weight", "late.bias")  # never stepped
 

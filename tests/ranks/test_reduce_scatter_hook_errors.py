@@ -254,7 +254,7 @@ def unfrozen(rank: int, world: int) -> None:
     module.layers[1].bias.requires_grad_(True)
     side.optimizer.zero_grad()
     error = error_of(lambda: side.backward(batch_of(rank, 1)), "unfrozen")
-    assert "('layers.1.bias') expects its gradient from DDP" in str(error)
+    assert "('layers.1.bias') expects its gradient from DDP" in str(error), str(error)
     assert "wrap the model after unfreezing" in str(error)
 
 
