@@ -273,3 +273,46 @@ def _lone(rank, world):
 @pytest.mark.parametrize("world", [1, 3])
 def test_masters_of_a_parameter_that_is_alone_in_a_padded_shard(world):
     run_ranks(_lone, world)
+
+
+def _misshapen(rank, world, form):
+    """Only the owner of a parameter has use for its master, so only it can see that it does not fit."""
+    params = [Parameter(torch.ones(300, dtype=torch.bfloat16)) for _ in range(2)]
+    opt = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.1, master_weights=torch.float32, shard="tensor")
+    for param in params:
+        param.grad = torch.ones_like(param)
+    opt.step()
+    opt.consolidate_state_dict()
+    box = [opt.state_dict() if rank == 0 else None]
+    dist.broadcast_object_list(box, 0)
+    before = [opt.full_state(param) for param in params]
+    box[0]["state"][1]["master_weight"] = {"another shape": torch.ones(299), "no tensor": 1.0}[form]
+    told = str(error_of(lambda: opt.load_state_dict(box[0])))
+    for param, state in zip(params, before, strict=True):
+        assert torch.equal(opt.full_state(param)["master_weight"], state["master_weight"])
+        assert torch.equal(opt.full_state(param)["exp_avg"], state["exp_avg"])
+    return told
+
+
+@pytest.mark.parametrize("form", ["another shape", "no tensor"])
+def test_a_loaded_master_that_does_not_fit_is_an_error_on_all_and_changes_nothing(form):
+    for text in run_ranks(_misshapen, 3, form, fresh=True, pg_timeout=20):
+        assert "the master_weight of parameter 1 expects a tensor" in text, text
+
+
+def _scaled_without_masters(rank, world):
+    """Of two groups in float16 one has masters: the other's gradients would be divided in float16."""
+    params = [Parameter(torch.ones(30, dtype=torch.float16)) for _ in range(2)]
+    groups = [{"params": params[:1], "master_weights": torch.float32}, {"params": params[1:]}]
+    opt = ZeroRedundancyOptimizer(groups, torch.optim.SGD, lr=1.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    scaler.scale((params[0] + params[1]).float().sum() * 2.0**-26).backward()
+    error = error_of(lambda: scaler.step(opt))
+    assert isinstance(error, ValueError)
+    assert "parameter 1 has none" in str(error)
+    assert all(torch.equal(param.detach(), torch.ones_like(param)) for param in params)
+    assert all(torch.equal(param.grad, torch.full_like(param, 2.0**-10)) for param in params)
+
+
+def test_a_scaler_refuses_float16_parameters_without_masters_beside_some_that_have_them():
+    run_ranks(_scaled_without_masters, 2)
