@@ -316,3 +316,20 @@ def _scaled_without_masters(rank, world):
 
 def test_a_scaler_refuses_float16_parameters_without_masters_beside_some_that_have_them():
     run_ranks(_scaled_without_masters, 2)
+
+
+def _lost_of_sparse_gradients(rank, world):
+    """Of 20 rows two have a gradient: one moves, one by too little."""
+    table = torch.nn.Embedding.from_pretrained(torch.ones(20, 4, dtype=torch.bfloat16), freeze=False, sparse=True)
+    opt = ZeroRedundancyOptimizer(table.parameters(), torch.optim.SGD, lr=1.0, shard="tensor")
+    push = torch.tensor([[10 * SPACING], [SPACING / 10]], dtype=torch.bfloat16)
+    (table(torch.tensor([3, 5])) * push).sum().backward()
+    assert table.weight.grad.is_sparse
+    with opt.count_lost_updates() as lost:
+        opt.step()
+    return lost.by_group
+
+
+def test_lost_updates_of_sparse_gradients_are_counted():
+    for shares in run_ranks(_lost_of_sparse_gradients, 2):
+        assert shares == [pytest.approx(1 / 20)]
