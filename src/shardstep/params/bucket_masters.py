@@ -61,7 +61,8 @@ class BucketMasters:
         as_they_lay = [] if self.kept is None else self._spans_in(self.kept)
         self._params = [params[piece.param] for piece in self.pieces]
         self._spans = [
-            span_of(param, None if piece.whole else slice(piece.start, piece.stop))
+            # With versions of their own: frozen parameters are written, too, with what they are (see ``changed``).
+            span_of(param, None if piece.whole else slice(piece.start, piece.stop)).data
             for param, piece in zip(self._params, self.pieces, strict=True)
         ]
         self.device, self.dtype = self._params[0].device, self._params[0].dtype
@@ -215,7 +216,13 @@ class BucketMasters:
                 else:
                     round_nearest(values, narrow, scratch)
         self._blocks.write()
-        torch.autograd.graph.increment_version(self._params)
+        self.changed([param for param in self._params if param.requires_grad or param.grad is not None])
+
+    def changed(self, params: Sequence[Tensor] | None = None) -> None:
+        """For autograd: these parameters were changed, or all."""
+        chosen = self._params if params is None else params
+        if chosen:
+            torch.autograd.graph.increment_version(chosen)
 
     def _round_at_random(self, blocks: Blocks, draws: Sequence[Draw]) -> None:
         if self._random is None:
@@ -277,6 +284,7 @@ class BucketMasters:
                 round_nearest(wide, narrow)
             with torch.no_grad():
                 torch._foreach_copy_(self._spans, self._spans_in(narrow))
+            self.changed()
         self.unplace()
 
 
