@@ -200,9 +200,9 @@ class Engine:
         copy_options(param_groups, self.optimizer.param_groups)
         with self._all_active() if self._has_frozen_state() else nullcontext():
             step = Step(self)
-            self.local.prepare(whole=True)
             step.update = partial(self.local.switch, getattr(self.optimizer, mode))
             with step.failing_together(mode):
+                self.local.prepare(whole=True)
                 step.finish()
         self.local.end()
         copy_options(self.optimizer.param_groups, param_groups, self.sharded.builder.notes)
@@ -291,11 +291,11 @@ class Engine:
         step = Step(self)
         with step.failing_together():
             step.kwargs = fire_pre_hooks(self.optimizer, kwargs)
-        # The same on every rank, so that all start the same gathers at the same time, whatever they own.
-        if evaluate is not None or step.kwargs or not self.sharded.builder.splittable:
-            update = partial(self.update_all, evaluate, step.kwargs)
-            step.update = partial(self.local.whole, update)
-        self.local.prepare(whole=step.update is not None)
+            # The same on every rank, so that all start the same gathers at the same time, whatever they own.
+            if evaluate is not None or step.kwargs or not self.sharded.builder.splittable:
+                update = partial(self.update_all, evaluate, step.kwargs)
+                step.update = partial(self.local.whole, update)
+            self.local.prepare(whole=step.update is not None)
         return step
 
     def _end(self, param_groups: ParamGroups, source: StepGradients) -> None:

@@ -192,3 +192,26 @@ def test_a_shard_group_that_fails_is_told_at_once_and_the_other_replica_at_its_n
         for name in COLLECTIVES:
             assert "did not call it" in told[name] or "Start the processes again" in told[name], (rank, name, told)
             assert "ArithmeticError: broken on purpose" in told[name], (rank, name, told)
+
+
+def _out_of_memory(rank, world, mode):
+    """One rank has no memory for the masters of its first step."""
+    host_channel._LOOK_AFTER = 0.1
+    program = Program("ddp", mode)
+
+    def allocate(*arguments):
+        raise ArithmeticError("broken on purpose")
+
+    if rank == 1:
+        program.opt.engine.sharded.masters._place = allocate
+    start = time.monotonic()
+    told = program.outcomes({"iterate": lambda: program.iterate(0)})
+    return told["iterate"], time.monotonic() - start
+
+
+@pytest.mark.parametrize("mode", [torch.float32, "stochastic"])
+def test_a_rank_without_memory_for_masters_is_told_to_all(mode):
+    for rank, (told, seconds) in enumerate(run_ranks(_out_of_memory, 3, mode, pg_timeout=LONG, fresh=True)):
+        assert "broken on purpose" in told, told
+        assert rank == 1 or "rank 1 failed" in told, told
+        assert seconds < SOON

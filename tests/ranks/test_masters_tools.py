@@ -158,3 +158,26 @@ def test_convert_to_a_plain_file_and_back_keeps_masters_and_the_step_of_random_r
     if mode in KEPT:
         for name in ("embedding.weight", "brief.weight"):
             assert torch.equal(found[name], weights[name]), "masters write the parameters"
+
+
+def _barely_trained(rank, world, path):
+    """Two norms whose weights are all ones in bfloat16: one was trained a little, the other is not the optimizer's."""
+    model = nn.ModuleDict({name: nn.LayerNorm(40, bias=False).to(torch.bfloat16) for name in ("trained", "frozen")})
+    param = model["trained"].weight
+    opt = ZeroRedundancyOptimizer(
+        [("trained.weight", param)], torch.optim.AdamW, lr=1e-4, weight_decay=0.0, master_weights=torch.float32
+    )
+    param.grad = values(param.shape, 1, torch.bfloat16)
+    opt.step()
+    assert torch.equal(param.detach(), model["frozen"].weight.detach())
+    checkpoint.save(path, opt, model)
+    return opt.full_state(param)["master_weight"]
+
+
+def test_convert_master_takes_no_two_norms_for_tied_weights(tmp_path, capsys):
+    master = run_ranks(_barely_trained, 2, tmp_path / "saved")[0]
+    assert run(capsys, "convert", tmp_path / "saved", tmp_path / "model.pt", "--master")[0] == 0
+    written = torch.load(tmp_path / "model.pt", weights_only=True)
+    assert torch.equal(written["trained.weight"], master)
+    assert not torch.equal(master, torch.ones(40))
+    assert torch.equal(written["frozen.weight"], torch.ones(40))

@@ -208,3 +208,13 @@ def test_stochastic_rounding_leaves_what_is_representable_and_never_invents_infi
     out = torch.empty_like(nan, dtype=dtype)
     round_stochastic(nan, torch.full(nan.shape, -1, dtype=torch.int16), out)
     assert out.isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, 0xFFFFFFFF, 0x7FFF8001, 0xFFFF0001])
+def test_stochastic_rounding_keeps_a_nan_to_whose_bits_nothing_can_be_added(bits, dtype):
+    """Added on the bits it would become zero, which alone among numbers nothing tells from a result."""
+    values = torch.cat([_float32(torch.tensor([bits])), torch.ones(3)])
+    out = torch.empty_like(values, dtype=dtype)
+    round_stochastic(values, torch.full(values.shape, -1, dtype=torch.int16), out)
+    assert out.isnan().tolist() == [True, False, False, False]

@@ -34,9 +34,9 @@ def abilities_of(group: Group, device: torch.device) -> ReduceAbilities:
     if known is not None or group.world_size == 1:
         return known or ReduceAbilities(averages=False, takes_unequal=False)
     ranks = range(group.world_size)
-    numbers = torch.ones(group.world_size, device=device)
+    numbers = torch.ones(group.world_size, dtype=torch.float32, device=device)
     averaged = _tries(lambda out: reduce_scatter(group, numbers, out, averages=True), numbers.new_empty(1), 1.0)
-    shares = [torch.ones(1 + rank % 2, device=device) for rank in ranks]
+    shares = [torch.ones(1 + rank % 2, dtype=torch.float32, device=device) for rank in ranks]
     mine = torch.empty_like(shares[group.rank])
     expected = 1.0 if averaged else float(group.world_size)
     unequal = _tries(lambda out: reduce_scatter_unequal(group, shares, out, averaged), mine, expected)

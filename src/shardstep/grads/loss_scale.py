@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardstep.grads.sharded_gradient import ShardedGradient
 from shardstep.params.master_modes import MasterMode
 from shardstep.params.sharded_parameters import ShardedParameters
 
@@ -41,11 +42,21 @@ def unscaled(optimizer: Any, sharded: ShardedParameters) -> Iterator[None]:
         yield
         return
     factor = scale.double().reciprocal().float()
+    gradients = [
+        (spec, gradient)
+        for spec in sharded.layout.specs
+        if spec.master == MasterMode.NONE.value and (gradient := sharded.params[spec.index].grad) is not None
+    ]
+    for spec, gradient in gradients:
+        if gradient.dtype == torch.float16 and not isinstance(gradient, ShardedGradient):
+            raise ValueError(
+                f"a step with a GradScaler expects float16 parameters with masters, but {spec.label} has none, and its "
+                "gradient divided in float16 would lose the bits that scaling has saved. Set master_weights for its "
+                "group, too."
+            )
     with torch.no_grad():
-        for spec in sharded.layout.specs:  # what has no master is divided where it is, as the scaler does
-            gradient = sharded.params[spec.index].grad
-            if spec.master == MasterMode.NONE.value and gradient is not None:
-                gradient.mul_(factor.to(gradient.device))
+        for _, gradient in gradients:  # what has no master is divided where it is, as the scaler does
+            gradient.mul_(factor.to(gradient.device))
     sharded.masters.gradient_factor = factor
     try:
         yield

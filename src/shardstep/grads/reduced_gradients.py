@@ -252,7 +252,7 @@ class ReducedGradients(GradientSource):
         else:
             like = self._sharded.params[int(second)]
             scale = torch.tensor(first, dtype=torch.float32, device=like.device)
-            self._unscale(like, torch.zeros(1, device=like.device), scale)
+            self._unscale(like, torch.zeros(1, dtype=torch.float32, device=like.device), scale)
 
     def leave_join(self) -> None:
         # After different numbers of iterations: all count on from the same one.

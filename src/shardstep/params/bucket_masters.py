@@ -58,18 +58,32 @@ class BucketMasters:
 
     def bind(self, params: Mapping[int, Tensor], buffer: Tensor | None) -> None:
         """Follow the parameters to the memory that they have now. ``buffer``: of bucket views."""
+        as_they_lay = [] if self.kept is None else self._spans_in(self.kept)
         self._params = [params[piece.param] for piece in self.pieces]
         self._spans = [
-            span_of(param, None if piece.whole else slice(piece.start, piece.stop))
+            # With versions of their own: frozen parameters are written, too, with what they are (see ``changed``).
+            span_of(param, None if piece.whole else slice(piece.start, piece.stop)).data
             for param, piece in zip(self._params, self.pieces, strict=True)
         ]
         self.device, self.dtype = self._params[0].device, self._params[0].dtype
         self._runs = self._find_runs(buffer)
-        if self.kept is not None and self.kept.device != self.device:
-            self.kept = self.kept.to(self.device)
+        if self.kept is not None:
+            self.kept = self._brought_along(self.kept, as_they_lay)
         if not self.tensors:
             self._make_tensors()
         self.unplace()
+
+    def _brought_along(self, kept: Tensor, as_they_lay: Sequence[Tensor]) -> Tensor:
+        """What is kept, on the device of the parameters, and each piece in the order in which its parameter lies."""
+        lie_alike = all(
+            one.stride() == other.stride() for one, other in zip(as_they_lay, self._spans_in(kept), strict=True)
+        )
+        if lie_alike and kept.device == self.device:
+            return kept
+        with torch.inference_mode(False), torch.no_grad():
+            moved = torch.zeros_like(kept, device=self.device)
+            torch._foreach_copy_(self._spans_in(moved), list(as_they_lay))
+        return moved
 
     def _make_tensors(self) -> None:
         for piece, param in zip(self.pieces, self._params, strict=True):
@@ -83,8 +97,16 @@ class BucketMasters:
             for piece, span in zip(self.pieces, self._spans, strict=True)
         ]
         if buffer is None:
-            return runs_of(places, self.device)
+            return runs_of(places, self.device, self._as_they_lie)
         return [Run(self._start, self.numel, places, buffer[self._base + self._start : self._base + self.numel])]
+
+    @property
+    def _as_they_lie(self) -> bool:
+        """Whether masters lie in the order of their parameters' memory (channels_last), or else of their elements.
+
+        Random numbers are for elements: a parameter that is cut elsewhere lies in the order of its elements there.
+        """
+        return self.mode is not MasterMode.STOCHASTIC
 
     @property
     def needs_values(self) -> bool:
@@ -137,11 +159,11 @@ class BucketMasters:
         return tuple(param.shape) if piece.whole else (piece.numel,)
 
     def _spans_in(self, flat: Tensor) -> list[Tensor]:
-        """The pieces in a flat range, each in the shape and order of its parameter's."""
+        """The pieces in a flat range, each in the shape of its parameter's (and its order, see ``_as_they_lie``)."""
         found = []
         for piece, span in zip(self.pieces, self._spans, strict=True):
             part = self._range(flat, piece)
-            as_it_lies = not span.is_contiguous() and flat_memory(span) is not None
+            as_it_lies = self._as_they_lie and not span.is_contiguous() and flat_memory(span) is not None
             found.append(part.as_strided(span.shape, span.stride()) if as_it_lies else part.view(span.shape))
         return found
 
@@ -194,7 +216,13 @@ class BucketMasters:
                 else:
                     round_nearest(values, narrow, scratch)
         self._blocks.write()
-        torch.autograd.graph.increment_version(self._params)
+        self.changed([param for param in self._params if param.requires_grad or param.grad is not None])
+
+    def changed(self, params: Sequence[Tensor] | None = None) -> None:
+        """For autograd: these parameters were changed, or all."""
+        chosen = self._params if params is None else params
+        if chosen:
+            torch.autograd.graph.increment_version(chosen)
 
     def _round_at_random(self, blocks: Blocks, draws: Sequence[Draw]) -> None:
         if self._random is None:
@@ -227,7 +255,7 @@ class BucketMasters:
         """What is kept; a copy if parameters were changed. Who swaps weights, saves and swaps back, keeps masters."""
         assert self.kept is not None
         if self.mode is MasterMode.REMAINDER:
-            wide = torch.empty(self.numel, device=self.device)
+            wide = torch.empty(self.numel, dtype=torch.float32, device=self.device)
             join(narrow, self.kept, wide)
             return wide
         if rounds_to(self.kept, narrow):
@@ -241,7 +269,7 @@ class BucketMasters:
         found = {piece.param for piece in self.pieces if piece.param in weights} if self.mode.is_kept else set()
         self.kept, self.stepped = None, found - set(unstepped)
         if found:
-            wide = torch.zeros(self.numel, device=self.device)
+            wide = torch.zeros(self.numel, dtype=torch.float32, device=self.device)
             targets = self._spans_in(wide)
             self._copy_parameters(targets)
             for piece, target in zip(self.pieces, targets, strict=True):
@@ -256,6 +284,7 @@ class BucketMasters:
                 round_nearest(wide, narrow)
             with torch.no_grad():
                 torch._foreach_copy_(self._spans, self._spans_in(narrow))
+            self.changed()
         self.unplace()
 
 
@@ -266,5 +295,5 @@ def _hollow(shape: tuple[int, ...], device: torch.device) -> Tensor:
     the stride, also 0, and bytes of such a tensor cannot be viewed.
     """
     if torch.Size(shape).numel() <= 1:
-        return torch.zeros(shape, device=device)
-    return torch.zeros((), device=device).expand(shape)
+        return torch.zeros(shape, dtype=torch.float32, device=device)
+    return torch.zeros((), dtype=torch.float32, device=device).expand(shape)

@@ -40,7 +40,9 @@ class LocalUpdate:
         """Like ``whole``, but it is no step: no update is counted, whatever gradients lie around."""
         counter, self._counter = self._counter, None
         try:
-            return self.whole(change)
+            result = self.whole(change)
+            self._sharded.masters.changed(self._sharded.plan.active_buckets)  # also what is frozen
+            return result
         finally:
             self._counter = counter
 

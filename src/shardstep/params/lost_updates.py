@@ -62,7 +62,8 @@ class UpdateCounter:
         for index in self._before:
             gradient = self._sharded.pieces.tensors[index].grad
             if gradient is not None:
-                self._has_gradient[index] = gradient.detach() != 0
+                dense = gradient.detach() if gradient.layout is torch.strided else gradient.detach().to_dense()
+                self._has_gradient[index] = dense != 0
 
     def after(self) -> None:
         """They were updated, and rounded."""

@@ -66,11 +66,16 @@ def block_size(device: torch.device) -> int:
     return _ON_CPU if device.type == "cpu" else _ELSEWHERE
 
 
-def runs_of(places: Sequence[Place], device: torch.device) -> list[Run]:
-    """Which parameters are worked on where they lie, and which are copied together."""
+def runs_of(places: Sequence[Place], device: torch.device, as_they_lie: bool = True) -> list[Run]:
+    """Which parameters are worked on where they lie, and which are copied together.
+
+    ``as_they_lie``: the masters lie in the order of the parameters' memory, not in that of their elements.
+    """
     runs: list[Run] = []
     for place in places:
-        memory = flat_memory(place.memory)
+        memory = flat_memory(place.memory) if as_they_lie or place.memory.is_contiguous() else None
+        if memory is not None:
+            place = place._replace(memory=memory)
         if memory is not None and 2 * memory.numel() >= block_size(device):
             runs.append(Run(place.start, place.stop, [place], memory))
         elif runs and runs[-1].memory is None:
@@ -136,13 +141,12 @@ def flat_memory(tensor: Tensor) -> Tensor | None:
 def _copies(run: Run, narrow: Tensor) -> Copies:
     sources, targets, parts, end = [], [], [], run.start
     for start, stop, memory in run.places:
-        flat = flat_memory(memory)
         part = narrow[start - run.start : stop - run.start]
         if start > end:
             sources.append(narrow.new_zeros(1).expand(start - end))
-        sources.append(memory if flat is None else flat)
-        targets.append(sources[-1])
-        parts.append(part.view(sources[-1].shape))
+        sources.append(memory)
+        targets.append(memory)
+        parts.append(part.view(memory.shape))
         end = stop
     return Copies(narrow, sources, all(source.dim() == 1 for source in sources), targets, parts)
 

@@ -108,6 +108,12 @@ class Masters:
             lent = values.part(wide, bucket) if bucket.needs_values else None
             bucket.place(Scratch(lent, gradients.part(cast, bucket), narrow, row, counters))
 
+    def let_go(self) -> None:
+        """Have no scratch memory until the next step: pickle would write all of it for every view."""
+        self._arrangement, self._scratch = None, []
+        for bucket in self._buckets.values():
+            bucket.unplace()
+
     def memory(self) -> list[Tensor]:
         """What is kept between steps: masters and remainders."""
         return [bucket.kept for bucket in self._buckets.values() if bucket.kept is not None]
@@ -191,6 +197,11 @@ class Masters:
         draws = self._draws(param_groups) if chosen else []
         for bucket in chosen:
             bucket.close(draws)
+
+    def changed(self, positions: Iterable[int]) -> None:
+        """For autograd: all parameters of these buckets were changed."""
+        for bucket in self._chosen(positions):
+            bucket.changed()
 
     def complete_options(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Where results are rounded at random, what that goes on with is an option of the group."""

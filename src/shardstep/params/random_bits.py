@@ -123,8 +123,10 @@ class RandomBits:
 def _column(segment: Segment, where: slice) -> tuple[int, int, int]:
     """Of a segment in a range: how far its counter is at the beginning of the range, and its two keys."""
     pair = (segment.first >> 1) - (segment.start >> 1) + (where.start >> 1)
-    other = (segment.key >> 32) + 0x9E3779B9 * (segment.first >> 33)
-    return _signed(pair * _STEP), _signed(segment.key), _signed(other)
+    word = segment.first >> 33
+    # Both keys: with the same beginning, numbers under two second keys are not quite independent.
+    one, other = segment.key + 0x85EBCA6B * word, (segment.key >> 32) + 0x9E3779B9 * word
+    return _signed(pair * _STEP), _signed(one), _signed(other)
 
 
 def _pairs(where: slice) -> int:

@@ -116,7 +116,8 @@ def round_stochastic(values: Tensor, random: Tensor, out: Tensor, scratch: Tenso
         rounded = _up_or_down(values, numbers, 16)
         if values.device.type == "cpu":
             out.copy_(rounded)
-            if _is_finite(out):
+            # (Both: a NaN with all bits set becomes zero by the addition, a large number infinity.)
+            if _is_finite(out) and _is_finite(values):
                 return
     else:
         rounded = _half_stochastic(values, numbers)

@@ -367,6 +367,7 @@ class ShardedParameters:
 
     def portable(self) -> ShardedParameters:
         """A twin without the process group and what hangs on it, for copy and pickle."""
+        self.masters.let_go()
         twin = copy.copy(self)
         twin.ranks = twin.group = twin.wire = None  # type: ignore[assignment]
         twin.plan = StepPlan([], [], [], False)

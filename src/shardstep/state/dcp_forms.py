@@ -41,7 +41,9 @@ def template(group: Group, wanted: Request, device: torch.device) -> Template:
         tensors = [torch.empty((), dtype=dtype_of(dtype), device=device).expand(shape) for dtype, shape in metas]
         states[position] = decode(tree, tensors)
     if not any(len(shape) for _, _, metas in described for _, shape in metas):
-        states.setdefault(0, {})[_DEVICE] = torch.empty(1, device=device)  # DCP asks for the device of any tensor
+        states.setdefault(0, {})[_DEVICE] = torch.empty(
+            1, dtype=torch.float32, device=device
+        )  # DCP asks for the device of any tensor
     return Template(states, rounding)
 
 

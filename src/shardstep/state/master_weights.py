@@ -57,14 +57,17 @@ class LoadedMasters(NamedTuple):
 
 
 def take_masters(local: dict[str, Any], held: HeldParameters) -> LoadedMasters:
-    """Take the masters out of the local optimizer's dict. A parameter without any other state has none then."""
+    """Take the masters out of the local optimizer's dict. A parameter without any other state has none then.
+
+    ValueError if one does not fit its parameter: before anything is changed, so that the other ranks can be told.
+    """
     indices = [index for owned in held.indices for index in owned]
     taken, alone = dict[int, Tensor](), set[int]()
     for number, index in enumerate(indices):
         entry = local["state"].get(number)
         if not isinstance(entry, Mapping) or MASTER not in entry:
             continue
-        taken[index] = entry[MASTER]
+        taken[index] = _fitting(entry[MASTER], held.layout.spec_of[index], held.pieces.pieces[index])
         rest = {key: value for key, value in entry.items() if key != MASTER}
         if rest:
             local["state"][number] = rest
@@ -72,3 +75,13 @@ def take_masters(local: dict[str, Any], held: HeldParameters) -> LoadedMasters:
             del local["state"][number]
             alone.add(index)
     return LoadedMasters(taken, alone)
+
+
+def _fitting(master: Any, spec: ParamSpec, piece: Piece) -> Tensor:
+    if isinstance(master, Tensor) and master.numel() == piece.numel:
+        return master
+    got = f"shape {tuple(master.shape)}" if isinstance(master, Tensor) else f"a {type(master).__qualname__}"
+    raise ValueError(
+        f"the {MASTER} of {spec.label} expects a tensor of the parameter's shape {spec.shape} but got {got}. Take it "
+        "out of the dict: then it begins as the parameter."
+    )

@@ -10,7 +10,7 @@ from shardstep.checkpoint import keys
 from shardstep.checkpoint.inspection import masters_in
 from shardstep.checkpoint.open_checkpoint import Checkpoint
 from shardstep.state.names import saved_names
-from shardstep.tools.windows import have_equal_bits
+from shardstep.tools.windows import have_equal_bits, is_constant
 
 _NARROW = (torch.bfloat16, torch.float16)
 
@@ -42,6 +42,7 @@ def masters_for(checkpoint: Checkpoint, root: keys.Path) -> dict[str, str]:
 def _masters_of_ties(checkpoint: Checkpoint, model: Mapping[str, str], found: Mapping[str, str]) -> dict[str, str]:
     """For tied weights: the optimizer knows one of their names, the model all. They are saved with the same bits.
 
+    Which says nothing of a tensor of one number: so are the weights of all norms that have not moved far yet.
     (What else has the same bits may have the master, too: it rounds to them.)
     """
     known = set(checkpoint.parameter_names())
@@ -49,7 +50,7 @@ def _masters_of_ties(checkpoint: Checkpoint, model: Mapping[str, str], found: Ma
     for name, fqn in model.items():
         if fqn not in found and name not in known and _is_narrow(checkpoint, fqn):
             twin = next((other for other in found if have_equal_bits(checkpoint, fqn, other)), None)
-            if twin is not None:
+            if twin is not None and not is_constant(checkpoint, fqn):
                 ties[fqn] = found[twin]
     return ties
 

@@ -39,3 +39,14 @@ def have_equal_bits(checkpoint: Checkpoint, one: str, other: str) -> bool:
         return False
     pairs = zip(windows_of(checkpoint, one, _GLANCE), windows_of(checkpoint, other, _GLANCE), strict=True)
     return all(torch.equal(a.view(torch.int16), b.view(torch.int16)) for a, b in pairs)
+
+
+def is_constant(checkpoint: Checkpoint, fqn: str) -> bool:
+    """Whether a saved 16-bit tensor is one number, or many of the same. If not, a glance is enough."""
+    first: Tensor | None = None
+    for window in windows_of(checkpoint, fqn, _GLANCE):
+        bits = window.view(torch.int16)
+        first = bits[0].clone() if first is None else first
+        if (bits != first).any():
+            return False
+    return True
