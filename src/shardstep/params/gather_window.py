@@ -84,20 +84,21 @@ class GatherWindow:
         while self._in_flight and (len(self._in_flight) >= MAX_IN_FLIGHT or gather.must_wait):
             self.finish_oldest()
         with phase("shardstep::gather"):
-            self._progress.gathers_started += 1
+            number = self._progress.gathers_started + 1
             try:
-                self._in_flight.append(_UnderWay(position, self._progress.gathers_started, gather, gather.start()))
+                self._in_flight.append(_UnderWay(position, number, gather, gather.start()))
             except RuntimeError as error:
                 raise self._failed(error) from error
+            self._progress.gathers_started = number  # what fails to start, the others wait for in vain
 
     def _enqueue(self, position: int, gather: BucketAllGather) -> None:
         """Start a gather on its gather stream, and unpack the one before it. See [Note: gathers on a stream]."""
         stepping, previous = current_stream(gather.device), self._packed.get(gather.device)
-        self._progress.gathers_started += 1
+        number = self._progress.gathers_started + 1
         with phase("shardstep::gather"), self._sharded.gather_streams.of(gather.device).after_current():
             try:
-                number = self._progress.gathers_started
                 one = _UnderWay(position, number, gather, gather.start(), stepped_on=stepping)
+                self._progress.gathers_started = number
                 self._in_flight.append(one)
                 self._packed[gather.device] = one
                 if previous is not None:
