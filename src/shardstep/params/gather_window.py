@@ -69,7 +69,7 @@ class GatherWindow:
     @property
     def in_flight(self) -> list[int]:
         """The buckets under way, in the order in which they were started."""
-        return [one.position for one in self._in_flight]
+        return [one.position for one in tuple(self._in_flight)]  # which nobody changes meanwhile: see finish_oldest
 
     def start(self, position: int) -> None:
         """Start the gather of a bucket. All ranks start them in the same order."""
@@ -143,12 +143,15 @@ class GatherWindow:
         With lazy gathers a signal handler may touch a parameter and come here while its thread is here already. So it
         is under way until all is done, and what must be done once is noted.
         """
-        one = self._in_flight[0]
+        under_way = tuple(self._in_flight)
+        if not under_way:
+            return
+        one = under_way[0]
         if one.gather.on_stream:
             self._enqueue_rest()
             one.unpacked.wait()
             one.hold_stepping_stream()  # what follows on it takes the parameters for ordinary ones, too
-            self._in_flight.popleft()
+            self._is_over(one)
             return
         assert one.handle is not None
         with phase("shardstep::gather"):
@@ -162,6 +165,9 @@ class GatherWindow:
             except RuntimeError as error:
                 self._in_flight.popleft()
                 raise self._failed(error) from error
+        self._is_over(one)
+
+    def _is_over(self, one: _UnderWay) -> None:
         if self._in_flight and self._in_flight[0] is one:
             self._in_flight.popleft()
 
@@ -189,7 +195,7 @@ class GatherWindow:
         self._enqueue_rest()
         with phase("shardstep::gather"):
             try:
-                for one in self._in_flight:
+                for one in tuple(self._in_flight):
                     if one.handle is not None:
                         one.handle = one.gather.relay(one.handle)
             except RuntimeError as error:
