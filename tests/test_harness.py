@@ -86,6 +86,18 @@ def test_what_the_probe_found_out_is_handed_on_to_new_processes():
     assert run_ranks(asks_the_probe, 2, lr + 1, fresh=True) == [True, True]
 
 
+def has_another_step(rank: int, world: int, lr: float) -> None:
+    step = SGD.step
+    SGD.step = lambda self, closure=None: step(self, closure)  # type: ignore[method-assign]
+    ZeroRedundancyOptimizer([torch.nn.Parameter(torch.ones(5))], SGD, lr=lr)
+
+
+def test_what_the_probe_found_out_about_a_replaced_step_is_not_handed_on():
+    lr = random.random()
+    run_ranks(has_another_step, 2, lr, fresh=True)
+    assert run_ranks(asks_the_probe, 2, lr, fresh=True) == [True, True]
+
+
 def sets_what_is_put_back(rank: int, world: int) -> int:
     os.environ["SHARDSTEP_SHARED_MEMORY"] = "0"
     os.environ.pop("GLOO_SOCKET_IFNAME")

@@ -45,7 +45,7 @@ class Attribute(NamedTuple):
 
     def is_as_it_was(self) -> bool:
         now = vars(self.owner).get(self.name)
-        return now is self.value or _is_same(_unhooked(now), self.value)
+        return now is self.value or _is_same(unhooked(now), self.value)
 
 
 class Contents(NamedTuple):
@@ -210,7 +210,7 @@ def _attributes(module: Any) -> tuple[list[Attribute], list[Contents]]:
         if isinstance(value, type) and (value in _WATCHED_CLASSES or (ours and value.__module__ == module.__name__))
     ]
     for kind in classes:
-        found += [Attribute(kind, name, _unhooked(part)) for name, part in vars(kind).items() if name[:2] != "__"]
+        found += [Attribute(kind, name, unhooked(part)) for name, part in vars(kind).items() if name[:2] != "__"]
     containers = [one for one in found if type(one.value) in _CONTAINERS] if module.__name__.startswith("tests") else []
     return found, [Contents(name, value, len(value)) for _, name, value in containers]
 
@@ -219,6 +219,6 @@ def _is_same(now: Any, before: Any) -> bool:
     return now is before or (type(before) in _PLAIN and type(now) is type(before) and now == before)
 
 
-def _unhooked(part: Any) -> Any:
+def unhooked(part: Any) -> Any:
     """Torch wraps the step of every class of optimizers when the first one is made."""
     return part.__wrapped__ if getattr(part, "hooked", False) else part

@@ -1,17 +1,21 @@
 """What the probe found out about classes of torch.optim, handed on from process to process.
 
 A class is probed once for the same options, not for every optimizer that is built: the probe took a third of the
-suite's time. Its own tests ask it directly, and classes of tests, which may change, are probed each time.
+suite's time. Its own tests ask it directly, and classes of tests, which may change, are probed each time. So is a class
+of torch.optim in which a test has replaced something: what is found out about that is nobody else's.
 """
 
 from __future__ import annotations
 
+import sys
+from types import FunctionType
 from typing import Any
 
 import torch
 
 from shardstep.params import builder
 from shardstep.params.probe import Verdict, examine
+from tests.traces import unhooked
 
 
 class _Memory:
@@ -20,6 +24,7 @@ class _Memory:
     def __init__(self) -> None:
         self.known: dict[str, Verdict] = {}
         self.news: dict[str, Verdict] = {}
+        self.parts: dict[type, list[Any]] = {}  # of the classes, when nothing was replaced yet
 
 
 _memory = _Memory()
@@ -27,6 +32,8 @@ _memory = _Memory()
 
 def remember() -> None:
     """In this process, from now on."""
+    classes = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
+    _memory.parts = {kind: _parts(kind) for kind in classes}
     builder.examine = _remembered
 
 
@@ -44,12 +51,19 @@ def news() -> dict[str, Verdict]:
 def _remembered(
     optimizer_class: Any, defaults: Any, options: Any, like: torch.Tensor, vouched: bool = False
 ) -> Verdict:
-    module = getattr(optimizer_class, "__module__", "")
-    if not isinstance(optimizer_class, type) or not module.startswith("torch.optim."):
+    parts = _memory.parts.get(optimizer_class) if isinstance(optimizer_class, type) else None
+    if parts is None or parts != _parts(optimizer_class):
         return examine(optimizer_class, defaults, options, like, vouched=vouched)
-    key = repr((module, optimizer_class.__qualname__, defaults, options, like.dtype, like.device, vouched))
+    name = optimizer_class.__module__, optimizer_class.__qualname__
+    key = repr((*name, defaults, options, like.dtype, like.device, vouched))
     if key not in _memory.known:
         _memory.known[key] = examine(optimizer_class, defaults, options, like, vouched=vouched)
         if " at 0x" not in key:  # something else may be there in another process
             _memory.news[key] = _memory.known[key]
     return _memory.known[key]
+
+
+def _parts(kind: type) -> list[Any]:
+    """What a class has, and the functions of its module, which its step calls."""
+    own = [unhooked(getattr(kind, name)) for name in dir(kind) if name == "__init__" or name[:2] != "__"]
+    return own + [part for part in vars(sys.modules[kind.__module__]).values() if isinstance(part, FunctionType)]

@@ -286,6 +286,7 @@ class Engine:
         self.notice_changes()
         self.progress.changed()
         self.progress.begin()
+        self.progress.is_captured |= self.sharded.is_captured()
 
     def _open(self, kwargs: dict[str, Any], evaluate: Closure | None) -> Step:
         step = Step(self)

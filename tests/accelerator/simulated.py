@@ -180,6 +180,7 @@ def _module(extension: Any) -> types.ModuleType:
         current_stream=lambda device=None: torch.accelerator.current_stream(index_of(device)),
         default_stream=lambda device=None: torch.Stream(stream_id=0, device_index=index_of(device), device_type=20),
         set_stream=torch.accelerator.set_stream,
+        is_current_stream_capturing=extension.is_capturing,
         synchronize=lambda device=None: torch.accelerator.synchronize(index_of(device)),
         memory_allocated=usage("current"),
         max_memory_allocated=usage("peak"),

@@ -258,6 +258,91 @@ def test_who_writes_to_the_state_after_an_asynchronous_save_does_not_change_what
         same([one.view(-1) for one in found], expected)
 
 
+class _Scattered(torch.optim.SGD):
+    """Whose state does not fill its memory."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                memory = torch.full((param.numel(), 2), 3.0, device=param.device)
+                self.state[param]["scattered"] = memory[:, 0].view(param.shape)
+
+
+@on_device
+def _forget_the_state_after_a_save(rank: int, world: int) -> Any:
+    """And write to what may be its memory."""
+    params = [torch.nn.Parameter(torch.zeros(64, 8, device=device())) for _ in range(2)]
+    optimizer = ZeroRedundancyOptimizer(params, _Scattered, shard="tensor", lr=0.1)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    copies = _stage(optimizer, None)
+    optimizer.state.clear()
+    others = [torch.zeros(64 * 8, 2, device=device()) for _ in range(4)]
+    assert copies.snapshot is not None
+    copies.snapshot.wait_for_all()
+    del others
+    return [entry["scattered"].local.clone() for entry in copies.form["optim"]["state"].values()]
+
+
+def test_state_that_does_not_fill_its_memory_is_held_until_it_is_copied() -> None:
+    for found in run_ranks(_forget_the_state_after_a_save, 1):
+        same(found, [torch.full((64, 8), 3.0)] * 2)
+
+
+@on_device
+def _replay_a_step_after_a_save(rank: int, world: int, asks: bool = True) -> None:
+    """The kernels of a step that was captured come without a call of ours: here, by the local optimizer's own step."""
+    if not asks:
+        del torch.get_device_module(DEVICE).is_current_stream_capturing
+    params = [torch.nn.Parameter(torch.zeros(64, device=device())) for _ in range(2)]
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=torch.tensor(0.1), capturable=True, foreach=True)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    for _ in range(3):
+        optimizer.step()
+    with simulated.captured() as forbidden:
+        optimizer.step()
+    assert forbidden == []
+    copies = _stage(optimizer, None)
+    optimizer.engine.source.bind(optimizer.engine.sharded.plan.active_buckets)
+    optimizer.optim.step()
+    del copies
+
+
+@simulation_only
+def test_a_captured_step_that_is_replayed_after_an_asynchronous_save_comes_after_the_copies() -> None:
+    run_ranks(_replay_a_step_after_a_save, 1)
+
+
+@simulation_only
+def test_a_replayed_step_that_would_not_wait_for_the_copies_is_caught() -> None:
+    """The negative control of the test above."""
+    with pytest.raises(AssertionError, match="A race on the simulated device"):
+        run_ranks(_replay_a_step_after_a_save, 1, False)
+
+
+@on_device
+def _save_often(rank: int, world: int, folder: str) -> list[int]:
+    """How many streams there are, after each save and load."""
+    model = small_model().to(DEVICE)
+    optimizer = _build(model)
+    counts = []
+    for step in range(4):
+        _train(model, optimizer, 0, range(step, step + 1))
+        checkpoint.save(f"{folder}/{step}", optimizer, model=model, asynchronous=step % 2 == 0).wait()
+        checkpoint.load(f"{folder}/{step}", optimizer, model=model)
+        counts.append(len(simulated.build().stream_names()))
+    return counts
+
+
+@simulation_only
+def test_every_save_and_load_has_the_same_stream(tmp_path: Path) -> None:
+    """CUDA has 32, and hands them out in turn: copies would soon stand before the gathers of a step."""
+    for counts in run_ranks(_save_often, 2, str(tmp_path)):
+        assert len(set(counts)) == 1, counts
+
+
 @on_device
 def _trace_a_save(rank: int, world: int, folder: str) -> Any:
     _set_window(256)
@@ -347,6 +432,35 @@ def test_memory_that_is_given_away_while_it_is_copied_is_caught(of_state: bool) 
     """The negative control of the test above."""
     with pytest.raises(AssertionError, match="on the simulated device"):
         run_ranks(_fail_to_stage, 1, of_state, False)
+
+
+@on_device
+def _save_to_a_full_disk(rank: int, world: int, folder: str) -> list[torch.Tensor]:
+    """The error, and so everything that was there when it was raised, is kept while training goes on."""
+    _set_window(256)
+    model = small_model().to(DEVICE)
+    optimizer = _build(model)
+    _train(model, optimizer, 0, range(STEPS))
+    write_all, left = writer._write_all, [4]
+
+    def write(*arguments: Any) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            raise OSError(28, "No space left on device")
+        write_all(*arguments)
+
+    writer._write_all = write
+    with pytest.raises(OSError, match="No space left") as kept:
+        checkpoint.save(folder, optimizer, model=model)
+    _train(model, optimizer, 0, range(STEPS, 2 * STEPS))
+    del kept
+    return _weights(model)
+
+
+def test_training_goes_on_after_a_save_that_stopped_half_way(tmp_path: Path) -> None:
+    expected, _ = train_plainly("AdamW", 2 * STEPS)
+    for weights in run_ranks(_save_to_a_full_disk, 1, str(tmp_path / "c")):
+        same(weights, expected)
 
 
 class _Tied(torch.nn.Module):

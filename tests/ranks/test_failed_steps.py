@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 
 from shardstep.comm import host_channel
+from shardstep.params.all_gather import BucketAllGather
 from tests.harness import run_ranks
 from tests.meshes import mesh_of
 from tests.ranks.test_masters import rounded
@@ -152,6 +153,36 @@ def test_ranks_that_raise_at_different_buckets_with_lazy_gathers_and_bucket_view
         places = (2, 5, 0)
         results = run_ranks(_differently, 3, way, "remainder", places, False, options, pg_timeout=LONG, fresh=True)
         check_told(way, places, results)
+
+
+def _unsendable(rank, world, way):
+    """On one rank a bucket cannot be sent: there is no memory to pack it, say."""
+    host_channel._LOOK_AFTER = 0.1
+    program = Program(way, None)
+    program.iterate(0)
+    start_gather = BucketAllGather.start
+
+    def start(gather):
+        BucketAllGather.calls -= 1
+        if rank == 1 and BucketAllGather.calls == 0:
+            raise RuntimeError("broken on purpose")
+        return start_gather(gather)
+
+    BucketAllGather.calls, BucketAllGather.start = 3, start
+    begin = time.monotonic()
+    told = program.outcomes({"iterate": lambda: program.iterate(1), "check_replicas": program.opt.check_replicas})
+    seconds, store = time.monotonic() - begin, dist.distributed_c10d._get_default_store()
+    store.set(f"told {rank}", "")
+    store.wait([f"told {other}" for other in range(world)])  # nobody hears of it by a connection that is closed
+    return told, seconds
+
+
+@pytest.mark.parametrize("way", ["ddp", "sharded"])
+def test_a_bucket_that_a_rank_cannot_send_is_told_to_those_who_wait_for_it(way):
+    for told, seconds in run_ranks(_unsendable, 3, way, pg_timeout=LONG, fresh=True):
+        assert seconds < SOON, told
+        assert "broken on purpose" in told["iterate"], told
+        assert "Start the processes again, from a checkpoint" in told["check_replicas"], told
 
 
 def _alike(rank, world, way, mode, late):

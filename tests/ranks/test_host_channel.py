@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import time
 
 import pytest
@@ -44,6 +45,29 @@ def _talk(rank: int, world_size: int) -> list[str]:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_the_nth_message_of_a_rank_meets_the_nth_of_the_others(world_size):
     assert run_ranks(_talk, world_size) == [[]] * world_size  # and no name is left behind
+
+
+def _wait_in_a_signal_handler_too(rank: int, world_size: int) -> float:
+    """The handler takes the message for which the program waits below it."""
+    channel, _ = connect()
+    if rank == 1:
+        time.sleep(0.4)
+        channel.share(b"here").wait()
+        dist.barrier()
+        return 0.0
+    shared = channel.share(b"here")
+    before = signal.signal(signal.SIGALRM, lambda *_: shared.wait())
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    start = time.monotonic()
+    shared.wait()
+    seconds = time.monotonic() - start
+    signal.signal(signal.SIGALRM, before)
+    dist.barrier()
+    return seconds
+
+
+def test_who_waits_goes_on_if_a_signal_handler_has_taken_the_message():
+    assert max(run_ranks(_wait_in_a_signal_handler_too, 2, pg_timeout=15)) < 10
 
 
 def _wait_for_one_that_is_late(rank: int, world_size: int) -> None:

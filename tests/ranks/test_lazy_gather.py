@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import signal
 import threading
 import time
 from typing import Any
@@ -133,6 +134,67 @@ def touched_by_threads(rank: int, world: int, way: str, shard: str) -> None:
 @pytest.mark.parametrize("way", ["shared memory", "sockets"])
 def test_threads_that_touch_parameters_while_another_one_waits_see_the_new_values(way, shard):
     run_ranks(touched_by_threads, 2, way, shard)
+
+
+def interrupted(rank: int, world: int) -> None:
+    """A signal handler, and a thread, that touch all parameters again and again, in the middle of whatever happens."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(6)))
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.AdamW, lr=1e-2, bucket_cap_mb=1500 / 2**20, lazy_gather=True
+    )
+    seen, stop = [0.0], threading.Event()
+
+    def touch() -> None:
+        seen[0] = sum(param.detach().sum().item() for param in model.parameters())
+
+    def keep_touching() -> None:
+        while not stop.wait(0.001):
+            touch()
+
+    handling: list[bool] = []
+
+    def handle(*_: Any) -> None:
+        if not handling:  # (a handler that waits is interrupted by the next signal)
+            handling.append(True)
+            touch()
+            handling.clear()
+
+    before = signal.signal(signal.SIGALRM, handle)
+    signal.setitimer(signal.ITIMER_REAL, 0.002, 0.003)
+    thread = threading.Thread(target=keep_touching)
+    thread.start()
+    try:
+        for step in range(60):
+            optimizer.zero_grad()
+            model(torch.ones(4, 24) * step).square().mean().backward()
+            optimizer.step()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+        stop.set()
+        thread.join()
+    optimizer.wait_for_parameters()
+    optimizer.check_replicas()
+    assert all(type(param) is nn.Parameter and not vars(param) for param in model.parameters())
+
+
+def test_signal_handlers_and_threads_may_touch_parameters_at_any_time():
+    run_ranks(interrupted, 3, pg_timeout=20, fresh=True)
+
+
+def seen_as_another_class(rank: int, world: int) -> None:
+    param = nn.Parameter(torch.zeros(64))
+    optimizer = ZeroRedundancyOptimizer([param], torch.optim.SGD, lr=1.0, lazy_gather=True)
+    for step in range(1, 4):
+        param.grad = torch.ones_like(param)
+        time.sleep(0.05 * rank)  # so that some are waited for
+        optimizer.step()
+        assert param.as_subclass(torch.Tensor).tolist() == [-step] * 64
+
+
+def test_a_parameter_that_is_taken_as_another_class_is_waited_for():
+    run_ranks(seen_as_another_class, 2)
 
 
 def told_to_threads(rank: int, world: int) -> list[str]:

@@ -119,7 +119,10 @@ class ShardedAdapter:
         self.optimizer.engine.wait_for_parameters()
 
     def hold_state(self, copies: Sequence[Mark]) -> None:
-        self.optimizer.engine.progress.copies.add(copies)
+        progress = self.optimizer.engine.progress
+        progress.copies.add(copies)
+        if progress.is_captured:
+            progress.copies.wait()
 
     def load(self, form: dict[str, Any], model: Module | None, strict: bool) -> None:
         self.optimizer.load_sharded_state_dict(form, model, strict)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 
 import torch
@@ -40,23 +41,29 @@ class ModelSwap:
         self._streamed, self._single = _divided(tensors)
         self._others = {key: value for key, value in pairs if not isinstance(value, Tensor)}
         self._before = {key: copy.deepcopy(now[key]) for key in self._others}
+        self._swapped: list[_Pair] = []  # so far: windows of what is streamed ...
+        self._swapped_alone: list[_Pair] = []  # ... and the rest
+        self._is_taken = False
 
     def load(self) -> None:
         """Load the model. If that raises, it is undone."""
-        _swap_through_buffers(self._streamed)
-        for tensor, value in self._single:
-            _swap(tensor, value)
         try:
+            _swap_through_buffers(self._streamed, self._swapped)
+            for pair in self._single:
+                _swap(*pair)
+                self._swapped_alone.append(pair)
+            self._is_taken = True
             self._take(self._others)
         except BaseException:
             self.undo()
             raise
 
     def undo(self) -> None:
-        for tensor, value in reversed(self._single):  # (a tensor with two names is there twice)
-            _swap(tensor, value)
-        _swap_through_buffers(self._streamed)
-        self._take(self._before)
+        for pair in reversed(self._swapped_alone):  # (a tensor with two names is there twice)
+            _swap(*pair)
+        _swap_through_buffers(self._swapped, [])
+        if self._is_taken:
+            self._take(self._before)
 
     def _take(self, others: Mapping[str, Any]) -> None:
         self._model.load_state_dict({**self._chosen, **others}, strict=self._strict)
@@ -88,15 +95,18 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 @torch.no_grad()
-def _swap_through_buffers(pairs: Sequence[_Pair]) -> None:
+def _swap_through_buffers(pairs: Sequence[_Pair], swapped: list[_Pair]) -> None:
+    """``swapped``: gets those windows that have changed places."""
     uploads = Uploads()
     windows = (window for pair in pairs for window in _windows(*pair))
-    for (tensor, value), before in on_host((window, window[0]) for window in windows):
-        assert before is not None
-        place = view_as(uploads.room(value.nbytes), value)
-        place.copy_(value)
-        uploads.send(place, tensor)  # which was read, and the host has waited for that
-        value.copy_(before)
+    with closing(on_host((window, window[0]) for window in windows)) as on_their_way:
+        for (tensor, value), before in on_their_way:
+            assert before is not None
+            place = view_as(uploads.room(value.nbytes), value)
+            place.copy_(value)
+            uploads.send(place, tensor)  # which was read, and the host has waited for that
+            value.copy_(before)
+            swapped.append((tensor, value))
 
 
 def _windows(tensor: Tensor, value: Tensor) -> Iterator[_Pair]:

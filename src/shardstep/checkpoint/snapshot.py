@@ -8,13 +8,15 @@ Nobody may change a tensor before it is copied, and the device sees to that, wit
 the disk. Parameters, buffers, options (``lr`` may be a tensor) and ``extra`` can be changed by anybody, and buffers are
 by forward (BatchNorm): they are copied first, and whatever training enqueues next waits for that (``hold_back``). The
 state of a sharded optimizer is copied after them. It changes in a step, in ``load_state_dict``, and by whoever asks
-for it, and these wait for its copies (``Progress.copies``); forward and backward run beside them.
+for it, and these wait for its copies (``Progress.copies``); forward and backward run beside them. A step that was
+captured in a graph is replayed without a word to us: then the state is held back as the rest is.
 """
 
 from __future__ import annotations
 
 import bisect
 import copy
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 from shardstep.checkpoint.leaves import Leaf
 from shardstep.comm.host_copies import BUFFER_BYTES, aligned, pinned_bytes, view_as
-from shardstep.comm.streams import Mark, SideStream, has_streams
+from shardstep.comm.streams import Mark, SideStream, copy_stream, has_streams
 from shardstep.state.shard import StateShard
 
 
@@ -74,11 +76,13 @@ class Snapshot:
     def _copied(self, tensor: Tensor) -> Tensor:
         if not has_streams(tensor.device) or is_traceable_wrapper_subclass(tensor) or tensor.nbytes == 0:
             return tensor.to("cpu", copy=True)
+        sources = [tensor]
         if not _is_dense(tensor):
             with self._stream_of(tensor.device).after_current():  # whose memory it is then: nobody else uses it
                 tensor = tensor.contiguous()
+            sources.append(tensor)
         memory = self._room(tensor.nbytes)
-        self._enqueue(memory, tensor)
+        self._enqueue(memory, tensor, sources)
         # In the order of its memory, which a copy keeps.
         return memory.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
@@ -91,7 +95,7 @@ class Snapshot:
         self._filled += aligned(count)
         return place
 
-    def _enqueue(self, memory: Tensor, tensor: Tensor) -> None:
+    def _enqueue(self, memory: Tensor, tensor: Tensor, sources: Sequence[Tensor]) -> None:
         """Copy memory to memory, in strips, so that the first can be written while the last is copied."""
         elements = torch.as_strided(tensor, (tensor.numel(),), (1,))
         places = view_as(memory, elements)
@@ -100,11 +104,11 @@ class Snapshot:
         with stream.after_current():
             for place, part in zip(places.split(step), elements.split(step), strict=True):
                 place.copy_(part, non_blocking=True)
-                self._strips[place.data_ptr()] = _Strip(place.data_ptr() + place.nbytes, stream.mark(), [tensor])
+                self._strips[place.data_ptr()] = _Strip(place.data_ptr() + place.nbytes, stream.mark(), [*sources])
 
     def _stream_of(self, device: torch.device) -> SideStream:
         if device not in self._streams:
-            self._streams[device] = SideStream(device)
+            self._streams[device] = copy_stream(device)
         return self._streams[device]
 
     @property

@@ -107,9 +107,11 @@ class HostChannel:
         for place, connection in self._sockets.items():
             while self._received[place] <= number:
                 try:
-                    message = self._next_message(connection, deadline, look)
+                    message = self._next_message(place, connection, deadline, look)
                 except OSError as error:
                     raise self._gone(place, error, seconds) from error
+                if message is None:
+                    continue
                 if not message:
                     raise RuntimeError(f"rank {self._ranks[place]} is gone: it has closed its connection.")
                 self._pending[self._received[place] - self._first].arrive(place, message)
@@ -118,17 +120,21 @@ class HostChannel:
             self._pending.popleft()
 
     def _next_message(
-        self, connection: socket.socket, deadline: float, look: Callable[[], None] | None = None
-    ) -> bytes:
-        """Empty: there are no more. TimeoutError if none comes."""
+        self, place: int, connection: socket.socket, deadline: float, look: Callable[[], None] | None = None
+    ) -> bytes | None:
+        """Empty: there are no more. None: a signal handler has waited as well, and taken it. TimeoutError: none came."""
+        before = self._received[place]
         while True:
             try:
                 return bytes(self._buffer[: connection.recv_into(self._buffer)])
             except BlockingIOError:
                 left = deadline - time.monotonic()
-                if look is None or left <= _LOOK_AFTER:
-                    _wait(connection, select.POLLIN, left)
-                elif not _comes(connection, select.POLLIN, _LOOK_AFTER):
+                comes = _comes(connection, select.POLLIN, min(left, _LOOK_AFTER))
+                if self._received[place] != before:
+                    return None
+                if not comes and left <= _LOOK_AFTER:
+                    raise TimeoutError from None
+                if not comes and look is not None:
                     look()
 
     @property

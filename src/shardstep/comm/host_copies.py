@@ -7,13 +7,13 @@ and on devices without streams, nothing of this happens and tensors are what the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-from shardstep.comm.streams import Mark, SideStream, has_streams, mark_current
+from shardstep.comm.streams import Mark, SideStream, copy_stream, has_streams, mark_current
 
 BUFFER_BYTES = 16 * 2**20
 _ALIGNMENT = 64  # of each tensor in a buffer, as in torch's own allocations
@@ -41,12 +41,13 @@ def view_as(memory: Tensor, like: Tensor) -> Tensor:
 
 def on_host(
     tensors: Iterable[tuple[Tag, Tensor | None]], buffer_bytes: int = BUFFER_BYTES
-) -> Iterator[tuple[Tag, Tensor | None]]:
+) -> Generator[tuple[Tag, Tensor | None], None, None]:
     """Tensors in their order, each as a contiguous one in host memory that is valid until the next is asked for.
 
     A contiguous tensor of the CPU is itself. Those of a device are copied on a stream beside the computation, after
     what the current stream has when they are taken from ``tensors``: one buffer while the caller works with the other.
-    ``tensors`` runs ahead of what comes out by the two buffers. None, and the tags, pass through.
+    ``tensors`` runs ahead of what comes out by the two buffers. None, and the tags, pass through. Whoever may stop
+    half-way closes it: then what follows on the current stream comes after the copies that are under way.
     """
     staging: _Staging[Tag] = _Staging(buffer_bytes)
     try:
@@ -122,7 +123,7 @@ class _Staging(Generic[Tag]):
 
     def _stream_of(self, device: torch.device) -> SideStream:
         if device not in self._streams:
-            self._streams[device] = SideStream(device)
+            self._streams[device] = copy_stream(device)
         return self._streams[device]
 
     def turn(self) -> Iterator[tuple[Tag, Tensor | None]]:

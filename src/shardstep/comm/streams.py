@@ -119,6 +119,7 @@ class SideStreams:
 
 
 _NOTHING: AbstractContextManager[None] = nullcontext()
+_COPYING = SideStreams()
 
 
 def has_streams(device: torch.device) -> bool:
@@ -129,6 +130,22 @@ def has_streams(device: torch.device) -> bool:
 def current_stream(device: torch.device) -> Any:
     """The stream on which this thread launches, of a device that has some."""
     return torch.get_device_module(device).current_stream(device)
+
+
+def copy_stream(device: torch.device) -> SideStream:
+    """The stream for copies to the host, of everybody in this process.
+
+    CUDA has 32 side streams, and hands them out in turn: who makes one for every save soon has that of the gathers.
+    """
+    return _COPYING.of(device)
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Whether what is launched now goes into a graph, which is replayed later without a word to us."""
+    if not has_streams(device):
+        return False
+    asks = getattr(torch.get_device_module(device), "is_current_stream_capturing", None)
+    return asks is not None and asks()
 
 
 def mark_current(device: torch.device) -> Mark:

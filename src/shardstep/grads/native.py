@@ -77,6 +77,7 @@ class Native(Transport):
         self, group: Group, report: Report, summation: Summation, device: torch.device, in_flight: int
     ) -> None:
         """Collective. ``in_flight``: how many parts may be under way."""
+        self._senders: list[Any] = []  # streams that have not waited for what they sent: the memory is theirs
         super().__init__(group, report, summation)
         is_alone = group.world_size == 1
         self.enqueues = has_streams(device) and not is_alone
@@ -99,6 +100,13 @@ class Native(Transport):
             self._stream.join()
             self._joined.append(current)
             self._buffers.joined(current)
+            if current in self._senders:
+                self._senders.remove(current)
+
+    def hold_senders(self) -> None:
+        """Whoever has sent something, and not waited for it, goes on when it has arrived."""
+        for stream in self._senders:
+            self._stream.mark().hold(stream)
 
     def mark(self) -> Mark:
         """When everything that was sent so far has arrived."""
@@ -116,6 +124,8 @@ class Native(Transport):
             part.pack(source, own, part.spans[0])
             return ReduceScatter(part, None, own, own, Handle(()), [own], still_divide=sending.divisor)
         self._joined.clear()
+        if self.enqueues and (current := current_stream(self._device)) not in self._senders:
+            self._senders.append(current)
         share = part.equal_share
         averages = self._can.averages and (share is not None or self._can.takes_unequal)
         how = division(part.dtype, sending.divisor, self._group.world_size, averages)

@@ -19,6 +19,7 @@ On a mesh all of its ranks report to each other; what they have met is then summ
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -76,6 +77,11 @@ class GradientReducer:
         self._failure = ""
         self.sent = 0  # so far
         self.iteration = Iteration(0)
+
+    def __del__(self) -> None:
+        """Nobody has waited, and shards and buffers go with it: their memory is free when the reductions are over."""
+        if "_transports" in vars(self) and not sys.is_finalizing():
+            self._transports.hold_senders()
 
     def extend(self) -> None:
         """Take over the buckets that were added. Collective."""

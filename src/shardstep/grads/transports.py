@@ -71,6 +71,11 @@ class ReduceTransports:
         for native in self._natives.values():
             native.join()
 
+    def hold_senders(self) -> None:
+        """On accelerators: streams that have sent something, and not waited for it, go on when it has arrived."""
+        for native in self._natives.values():
+            native.hold_senders()
+
     def buffers(self) -> list[Tensor]:
         """The memory in which parts are packed on accelerators, which is kept."""
         return [tensor for native in self._natives.values() for tensor in native.buffers()]

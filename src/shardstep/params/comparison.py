@@ -107,4 +107,4 @@ def _parts(tensor: Tensor) -> tuple[dict[str, Any], Any]:
 
 def _bits(tensor: Tensor) -> Tensor:
     """As bytes, so that NaN equals NaN."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)

@@ -69,7 +69,7 @@ class GatherWindow:
     @property
     def in_flight(self) -> list[int]:
         """The buckets under way, in the order in which they were started."""
-        return [one.position for one in self._in_flight]
+        return [one.position for one in tuple(self._in_flight)]  # which nobody changes meanwhile: see finish_oldest
 
     def start(self, position: int) -> None:
         """Start the gather of a bucket. All ranks start them in the same order."""
@@ -84,20 +84,21 @@ class GatherWindow:
         while self._in_flight and (len(self._in_flight) >= MAX_IN_FLIGHT or gather.must_wait):
             self.finish_oldest()
         with phase("shardstep::gather"):
-            self._progress.gathers_started += 1
+            number = self._progress.gathers_started + 1
             try:
-                self._in_flight.append(_UnderWay(position, self._progress.gathers_started, gather, gather.start()))
+                self._in_flight.append(_UnderWay(position, number, gather, gather.start()))
             except RuntimeError as error:
                 raise self._failed(error) from error
+            self._progress.gathers_started = number  # what fails to start, the others wait for in vain
 
     def _enqueue(self, position: int, gather: BucketAllGather) -> None:
         """Start a gather on its gather stream, and unpack the one before it. See [Note: gathers on a stream]."""
         stepping, previous = current_stream(gather.device), self._packed.get(gather.device)
-        self._progress.gathers_started += 1
+        number = self._progress.gathers_started + 1
         with phase("shardstep::gather"), self._sharded.gather_streams.of(gather.device).after_current():
             try:
-                number = self._progress.gathers_started
                 one = _UnderWay(position, number, gather, gather.start(), stepped_on=stepping)
+                self._progress.gathers_started = number
                 self._in_flight.append(one)
                 self._packed[gather.device] = one
                 if previous is not None:
@@ -142,12 +143,15 @@ class GatherWindow:
         With lazy gathers a signal handler may touch a parameter and come here while its thread is here already. So it
         is under way until all is done, and what must be done once is noted.
         """
-        one = self._in_flight[0]
+        under_way = tuple(self._in_flight)
+        if not under_way:
+            return
+        one = under_way[0]
         if one.gather.on_stream:
             self._enqueue_rest()
             one.unpacked.wait()
             one.hold_stepping_stream()  # what follows on it takes the parameters for ordinary ones, too
-            self._in_flight.popleft()
+            self._is_over(one)
             return
         assert one.handle is not None
         with phase("shardstep::gather"):
@@ -161,6 +165,9 @@ class GatherWindow:
             except RuntimeError as error:
                 self._in_flight.popleft()
                 raise self._failed(error) from error
+        self._is_over(one)
+
+    def _is_over(self, one: _UnderWay) -> None:
         if self._in_flight and self._in_flight[0] is one:
             self._in_flight.popleft()
 
@@ -188,7 +195,7 @@ class GatherWindow:
         self._enqueue_rest()
         with phase("shardstep::gather"):
             try:
-                for one in self._in_flight:
+                for one in tuple(self._in_flight):
                     if one.handle is not None:
                         one.handle = one.gather.relay(one.handle)
             except RuntimeError as error:

@@ -68,6 +68,10 @@ class InFlightParameter(Parameter):
         _await(self)
         return self.__reduce_ex__(proto)
 
+    def as_subclass(self, *args: Any, **kwargs: Any) -> Any:  # which torch asks nobody for
+        _await(self)
+        return self.as_subclass(*args, **kwargs)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         _await(self)
         return repr(self)
@@ -111,8 +115,8 @@ class LazyGathers:
                 self._release(through)
                 return
             try:
-                while through in self._gathers.in_flight if through is not None else self._gathers.in_flight:
-                    position = self._gathers.in_flight[0]
+                while (under_way := self._gathers.in_flight) and (through is None or through in under_way):
+                    position = under_way[0]
                     with torch._C.DisableTorchFunctionSubclass():  # putting a value in its place is no reading of it
                         self._gathers.finish_oldest()
                     if position not in self._gathers.in_flight:  # a large one travels in parts

@@ -41,6 +41,7 @@ class Progress:
         self.collected: Any = None  # the full state, until it changes
         # On accelerators: when what a save in the background copies of the state is copied. Who changes it waits.
         self.copies = Marks()
+        self.is_captured = False  # a step went into a graph: nobody tells us when that is replayed
 
     @property
     def failure(self) -> str:

@@ -19,7 +19,7 @@ from shardstep.comm import collectives
 from shardstep.comm.process_group import Group
 from shardstep.comm.rank_groups import RankGroups
 from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
-from shardstep.comm.streams import SideStreams, has_streams
+from shardstep.comm.streams import SideStreams, has_streams, is_capturing
 from shardstep.comm.topology import Topology, find_topology
 from shardstep.layout import partition
 from shardstep.layout.bucket_size import checked_bucket_bytes, chosen_bucket_bytes
@@ -321,9 +321,14 @@ class ShardedParameters:
         """The devices of the parameters on which calls only enqueue."""
         return [device for device in dict.fromkeys(map(_device, self.params.values())) if has_streams(device)]
 
+    def is_captured(self) -> bool:
+        """Whether what is done with the parameters now goes into a graph."""
+        first = next(iter(self.params.values()), None)
+        return first is not None and is_capturing(first.device)
+
     def params_of(self, position: int) -> list[Tensor]:
         """The parameters of one bucket."""
-        return [self.params[index] for index in self.layout.buckets[position].params]
+        return list(map(self.params.__getitem__, self.layout.buckets[position].params))
 
     def blank_state(self, index: int, param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """The state that the optimizer would make for this rank's piece of a parameter."""

@@ -48,6 +48,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     Locked lock(state);
     streams.begin_capture(current_stream(device(-1)));
   });
+  m.def("is_capturing", [] {
+    Locked lock(state);
+    return capture.number && current_stream(device(-1)).capture == capture.number;
+  });
   m.def("end_capture", [] {
     Locked lock(state);
     return streams.end_capture(current_stream(device(-1)));

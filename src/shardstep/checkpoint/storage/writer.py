@@ -9,7 +9,7 @@ import io
 import os
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, closing
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -97,8 +97,8 @@ class Writer(StorageWriter):
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
         results, items, offset = [], {}, 0
-        with open(self._directory / self._name, "wb", buffering=0) as stream:
-            parts = on_host(self._parts(plan, planner), WINDOW_BYTES)
+        parts = on_host(self._parts(plan, planner), WINDOW_BYTES)
+        with closing(parts), open(self._directory / self._name, "wb", buffering=0) as stream:
             for position, of_item in groupby(parts, lambda part: part[0].position):
                 item, written = plan.items[position], self._write_item(stream, of_item, offset)
                 items[offset] = written
