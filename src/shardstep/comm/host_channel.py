@@ -122,7 +122,7 @@ class HostChannel:
     def _next_message(
         self, place: int, connection: socket.socket, deadline: float, look: Callable[[], None] | None = None
     ) -> bytes | None:
-        """Empty: there are no more. None: a signal handler has waited, too, and taken it. TimeoutError: none came."""
+        """Empty: there are no more. None: a signal handler has taken it. TimeoutError if none comes."""
         before = self._received[place]
         while True:
             try:

@@ -128,9 +128,11 @@ class LazyGathers:
                 raise
 
     def _release(self, position: int) -> None:
-        params = self._waiting.pop(position, [])
+        """(A signal handler may come here in the midst of it: what it finds waiting is waiting.)"""
+        params = self._waiting.get(position, [])
         _on_each(setattr, params, "__class__", Parameter)
-        _on_each(delattr, params, "_arrive")
+        deque(map(dict.pop, map(vars, params), repeat("_arrive"), repeat(None)), maxlen=0)
+        self._waiting.pop(position, None)
 
 
 def _on_each(call: Callable[..., Any], params: Sequence[Tensor], *arguments: Any) -> None:
