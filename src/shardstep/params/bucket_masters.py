@@ -78,11 +78,12 @@ class BucketMasters:
         lie_alike = all(
             one.stride() == other.stride() for one, other in zip(as_they_lay, self._spans_in(kept), strict=True)
         )
-        if lie_alike and kept.device == self.device:
-            return kept
         with torch.inference_mode(False), torch.no_grad():
+            if lie_alike:
+                return kept.to(self.device)
             moved = torch.zeros_like(kept, device=self.device)
-            torch._foreach_copy_(self._spans_in(moved), list(as_they_lay))
+            for target, source in zip(self._spans_in(moved), as_they_lay, strict=True):  # maybe on another device
+                target.copy_(source)
         return moved
 
     def _make_tensors(self) -> None:
