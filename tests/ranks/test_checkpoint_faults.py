@@ -635,6 +635,7 @@ def save_beside_another_job(rank: int, world: int, path: Path, rounds: int) -> l
     return told
 
 
+@pytest.mark.extended
 def test_two_jobs_that_save_under_one_name_both_succeed_and_one_whole_checkpoint_stays(tmp_path: Path) -> None:
     for told in run_ranks(save_beside_another_job, 2, tmp_path / "c", 6, fresh=True):
         assert told == ["saved"] * 6

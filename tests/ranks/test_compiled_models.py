@@ -51,7 +51,9 @@ FEW = ["shard_gradients", "default"]
 
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler")
 @pytest.mark.parametrize(
-    ("world", "modes"), [(2, FEW), pytest.param(3, list(MODES), marks=pytest.mark.again)], ids=["few", "every"]
+    ("world", "modes"),
+    [pytest.param(2, FEW, marks=pytest.mark.extended), pytest.param(3, list(MODES), marks=pytest.mark.again)],
+    ids=["few", "every"],
 )
 def test_a_model_compiled_with_inductor_trains_as_the_plain_optimizer_does(world: int, modes: list[str]) -> None:
     expected, _ = train_plainly("AdamW", STEPS, range(world))

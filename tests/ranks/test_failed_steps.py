@@ -125,14 +125,18 @@ def check_told(way, places, results):
             assert "Start the processes again, from a checkpoint" in told["zero_grad and iterate"], told
 
 
+OTHERS = ("under ddp", "hook", "scattering hook")
+
+
 @pytest.mark.parametrize("mode", [None, torch.float32])
-@pytest.mark.parametrize("way", ["ddp", "sharded", "under ddp", "hook", "scattering hook"])
+@pytest.mark.parametrize("way", ["ddp", "sharded", *(pytest.param(way, marks=pytest.mark.extended) for way in OTHERS)])
 def test_ranks_that_raise_at_different_buckets_are_all_told_and_nothing_goes_on(way, mode):
     for places, late in (((2, 5), False), ((4, 0, 2), True)):
         results = run_ranks(_differently, len(places), way, mode, places, late, {}, pg_timeout=LONG, fresh=True)
         check_told(way, places, results)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize(
     ("way", "transport"),
     [("interleaved", "shared memory"), ("scattering interleaved", "shared memory"), ("sharded", "sockets")],
@@ -147,6 +151,7 @@ def test_what_cannot_be_ended_early_ends_with_the_time_out_on_all_ranks(way, tra
         assert told["zero_grad and iterate"], told
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("options", [{"lazy_gather": True}, {"parameters_as_bucket_view": True}], ids=str)
 def test_ranks_that_raise_at_different_buckets_with_lazy_gathers_and_bucket_views(options):
     for way in ("ddp", "sharded"):
@@ -203,6 +208,7 @@ def _alike(rank, world, way, mode, late):
         assert torch.equal(one.detach(), rounded(opt.full_state(one)["master_weight"], torch.bfloat16)), place
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("mode", [None, torch.float32, "remainder"])
 @pytest.mark.parametrize("way", ["ddp", "sharded", "under ddp"])
