@@ -254,6 +254,7 @@ def unfrozen(rank: int, world: int) -> None:
     module.layers[1].bias.requires_grad_(True)
     side.optimizer.zero_grad()
     error = error_of(lambda: side.backward(batch_of(rank, 1)), "unfrozen")
+    dist.barrier()  # who ends first must not be missed in the buckets that the others still reduce
     assert "('layers.1.bias') expects its gradient from DDP" in str(error), str(error)
     assert "wrap the model after unfreezing" in str(error)
 

@@ -49,9 +49,11 @@ class Difference(NamedTuple):
 class RankFailed(RuntimeError):
     """Another rank failed, in the same call or elsewhere. The message says which one and how."""
 
-    def __init__(self, message: str, kind: str = "") -> None:
+    def __init__(self, message: str, kind: str = "", place: int | None = None, short: str = "") -> None:
         super().__init__(message)
         self.kind = kind  # the name of the class of that rank's error
+        self.place = place  # how far it came, if it said so
+        self.short = short or message  # which rank failed, and how, and nothing about this one
 
 
 class RankConsensus:
@@ -62,6 +64,7 @@ class RankConsensus:
         self._number = 0
         self._note = self._reason = ""  # why the next, and the current, comparison is made
         self.someone_was_absent = False  # at the last comparison
+        self._heard: RankFailed | None = None  # the last failure of another rank
         self._kind = kind
         self._watch = StoreWatch()
 
@@ -100,8 +103,10 @@ class RankConsensus:
         verdict = self._await_verdict()
         self.someone_was_absent = "absent" in verdict
         if "failed" in verdict:
-            rank, their_call, text, kind = verdict["failed"]
-            raise RankFailed(self._failure_text(call, rank, their_call, text), kind)
+            rank, their_call, text, kind, place = verdict["failed"]
+            short = f"{self.group.name_of(rank)} failed in {their_call}: {text}"
+            self._heard = RankFailed(self._failure_text(call, rank, their_call, text), kind, place, short)
+            raise self._heard
         if "absent" in verdict:
             raise RuntimeError(self._absence_text(call, verdict["absent"]))
         self._forget(self._number - 1)
@@ -156,9 +161,14 @@ class RankConsensus:
 
         def report() -> None:
             self._enter(call, entry)
-            self._publish({"failed": [self.group.rank, call, text, kind]})
+            self._publish({"failed": [self.group.rank, call, text, kind, place]})
 
         self._watch.ask_after_failure(report, _PATIENCE)  # no answer: ``error`` is what the user must see, not this
+
+    def take_heard(self) -> RankFailed | None:
+        """The failure of another rank that was heard of since the last call, if one was."""
+        heard, self._heard = self._heard, None
+        return heard
 
     def failure_before(self, place: int, among: Sequence[int], has_reported: bool) -> RankFailed | None:
         """The failure of a rank, ``among`` these, before it came to a place where this one waits for it; or None.
@@ -309,7 +319,7 @@ class RankConsensus:
                 continue
             entry = json.loads(store.get(key))
             if "error" in entry:  # says more than who is absent
-                return {"failed": [rank, entry["call"], entry["error"], entry["kind"]]}
+                return {"failed": [rank, entry["call"], entry["error"], entry["kind"], entry.get("place")]}
             ranks_by_digest.setdefault(entry["digest"], []).append(rank)
         if absent:
             return {"absent": absent}

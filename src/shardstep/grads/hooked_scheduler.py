@@ -51,6 +51,7 @@ class HookedScheduler(BackwardScheduler):
     def _collect(self, index: int, param: Tensor) -> None:
         """Autograd has finished the gradient of a parameter. Runs once per parameter and backward: keep it short."""
         with self._lock:
+            self._iteration.streams.note(self._sharded.layout.bucket_of[index], param.device)
             if not self.syncs:
                 self._complete_earlier()  # else what comes now would go along in it on this rank, and not on others
             gradient, stand_in = param.grad, self._shards.stand_in(index)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from shardstep.grads.across_replicas import AcrossReplicas
 from shardstep.grads.bucket_part import BucketPart
+from shardstep.grads.gradient_streams import GradientStreams
 from shardstep.grads.reduce_scatter import ReduceScatter
 
 
@@ -97,6 +98,7 @@ class Iteration:
         self.number = number  # counted by zero_grad, alike on all ranks
         self.after_abort = after_abort  # the one before was aborted: compare with the other ranks before the next round
         self.arrived: dict[int, Tensor] = {}  # gradients that were not sent yet
+        self.streams = GradientStreams()  # of those
         self.fresh: set[int] = set()  # parameters with a new gradient, to which nothing earlier is added
         self.round: Round | None = None  # the last one
         self.resend: deque[InFlight] = deque()  # to be sent again, see reducer.py
@@ -146,6 +148,7 @@ class Iteration:
         """The next one, with the gradients that were not sent in this."""
         following = Iteration(self.number + 1)
         following.arrived, following.fresh = dict(self.arrived), set(self.fresh)
+        following.streams = self.streams
         return following
 
 

@@ -120,7 +120,12 @@ class BackwardScheduler:
             gradient = gradient.to(self._settings.reduce_dtype)
         arrived = self._iteration.arrived
         earlier = arrived.get(index)
-        arrived[index] = gradient if earlier is None else earlier + gradient
+        if earlier is None:
+            arrived[index] = gradient
+            return
+        position = self._sharded.layout.bucket_of[index]
+        with self._iteration.streams.using(position, gradient.device):
+            arrived[index] = earlier + gradient
 
     def _mark(self, current: Round, index: int) -> None:
         """The gradient of a parameter has come: send its bucket if it was the last."""
@@ -262,9 +267,13 @@ class BackwardScheduler:
             return
         if iteration.is_over:  # another rank has aborted it, as came out while room was made
             return
+        position = part.bucket.position
         if current.leaving is None:
-            current.leaving = self._take_bucket(part.bucket.position)
-        self._reducer.send(part, current.leaving, current.divisor)
+            current.leaving = self._take_bucket(position)
+        with iteration.streams.using(position, self._shards.buckets[position].device):
+            self._reducer.send(part, current.leaving, current.divisor)
+        if part.is_last:
+            iteration.streams.forget(position)
         current.mark_sent()
         self._turn = current.sent
         if current.is_sent:
