@@ -263,8 +263,8 @@ class Engine:
     def check_not_broken(self, call: str) -> None:
         """RuntimeError if a gather has failed: the ranks are at different places, and what they hold does not fit.
 
-        Not all of them need know, so ``call`` compares afterwards, and hears of it then. On an accelerator the host does
-        not see a gather fail: there it is known when a rank that failed has told how far it came.
+        Not all of them need know, so ``call`` compares afterwards, and hears of it then. On an accelerator the host
+        sees no gather fail: there it is known when a rank that failed has told how far it came.
         """
         heard = self.consensus.take_heard()
         if heard is not None and heard.place not in (None, self.progress.gathers_started):

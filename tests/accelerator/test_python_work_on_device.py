@@ -61,4 +61,5 @@ def test_clipping_and_stepping_take_as_many_calls_for_many_parameters_as_for_few
         assert few[0] == many[0]
         for some, more in zip(few[1:], many[1:], strict=True):
             assert some.total() > 20  # it counts something
-            assert more.total() <= some.total() + 10 * few[0], (more - some).most_common(5)
+            # (A bucket may be gathered in place or packed, which is some calls more. There are 1200 parameters more.)
+            assert more.total() <= some.total() + 60 * few[0], (more - some).most_common(5)

@@ -39,7 +39,7 @@ def scale(
     # No branch on the value: the host need not wait for an accelerator.
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     for places in by_kind(gradients):
-        first, *others = (gradients[place].detach() for place in places)
+        first, *others = map(Tensor.detach, map(gradients.__getitem__, places))
         dtype = factor.dtype if wide else first.dtype.to_real()
         times = factor.to(first.device, dtype, non_blocking=first.device.type != "cpu")  # the CPU would read too early
         if others:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
 
 from shardstep.comm.checked_gather import CheckedGather
 from shardstep.grads.kinds import by_kind, stacked
+
+_dtype = attrgetter("dtype")
 
 
 def norm_over_ranks(
@@ -44,7 +47,7 @@ def norms_of(tensors: Sequence[Tensor], order: float, device: torch.device, wide
 
 def wide_dtype(params: Iterable[Tensor]) -> torch.dtype:
     """The dtype in which norms are added up: float32 or, if any gradient has it, float64."""
-    double = any(param.dtype.to_real() == torch.float64 for param in params)
+    double = {torch.float64, torch.complex128}.intersection(map(_dtype, params))
     return torch.float64 if double else torch.float32
 
 

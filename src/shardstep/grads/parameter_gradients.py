@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from shardstep.grads.norms import local_norm, wide_dtype
 from shardstep.grads.source import GradientSource
 from shardstep.params.relocation import Relocation
 from shardstep.params.sharded_parameters import ShardedParameters
+
+_grad = attrgetter("grad")
 
 
 class ParameterGradients(GradientSource):
@@ -51,7 +54,7 @@ class ParameterGradients(GradientSource):
         self._sharded.check_still_trained()
 
     def clip(self, params: Sequence[Tensor], max_norm: float, order: float, error_if_nonfinite: bool) -> Tensor:
-        gradients = [param.grad for param in params if param.grad is not None]
+        gradients = [gradient for gradient in map(_grad, params) if gradient is not None]
         device = params[0].device if params else torch.device("cpu")
         norm = local_norm(gradients, order, device, wide_dtype(params))
         clipping.scale(gradients, norm, max_norm, order, error_if_nonfinite, wide=self._sharded.masters.are_used)

@@ -6,8 +6,11 @@ stands for them: whoever sets ``param.grad`` to None has forgotten the gradient,
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import compress
+from operator import attrgetter, is_
 
 import torch
 from torch import Tensor
@@ -16,6 +19,9 @@ from shardstep.grads.sharded_gradient import Copied, Owner, ShardedGradient
 from shardstep.layout.specs import Bucket, Piece
 from shardstep.params.ddp_wraps import describe
 from shardstep.params.sharded_parameters import ShardedParameters
+
+_grad = attrgetter("grad")
+_shape = attrgetter("shape")
 
 
 @dataclass
@@ -70,6 +76,24 @@ class BucketShard:
         for piece in self.pieces:
             if piece.param in indices:
                 self._span(self.shard, piece).zero_()
+
+    @cached_property
+    def indices(self) -> list[int]:
+        """The parameters of my pieces, in the order of the bucket."""
+        return [piece.param for piece in self.pieces]
+
+    @cached_property
+    def _sizes(self) -> list[int]:
+        """In which sizes my range is cut: padding, a piece, padding, a piece... There need not be any padding."""
+        sizes, end = [], self.start
+        for piece in self.pieces:
+            sizes += [piece.offset - end, piece.numel]
+            end = piece.offset + piece.numel
+        return [*sizes, self.stop - end]
+
+    def spans(self, shard: Tensor) -> Sequence[Tensor]:
+        """The gradients of all my pieces in ``shard``, 1D. One call, however many there are."""
+        return shard.split(self._sizes)[1::2]
 
     def span(self, piece: Piece) -> Tensor | None:
         """The gradient of one of this rank's pieces; None if there is none."""
@@ -144,6 +168,13 @@ class GradientShards:
             return True
         return self._sharded.params[index].grad is self._stand_ins[index]
 
+    def _exposed(self, indices: Iterable[int]) -> list[int]:
+        """Those of these parameters that are exposed. A pass in C: it runs in every step."""
+        indices, params = list(indices), self._sharded.params
+        on_params = map(_grad, map(params.__getitem__, indices))
+        exposed = list(compress(indices, map(is_, on_params, map(self._stand_ins.__getitem__, indices))))
+        return exposed if not self._deferred else [*exposed, *self._deferred.intersection(indices).difference(exposed)]
+
     def expose(self, index: int) -> None:
         """Make the parameter's gradient the sharded one: now, or when DDP is done with the gradients."""
         if self._deferred is not None:
@@ -191,7 +222,7 @@ class GradientShards:
     def hide(self) -> list[int]:
         """Take the sharded gradients off the parameters. Return whose were taken."""
         self.restore_displaced()
-        exposed = [index for index in self._stand_ins if self.is_exposed(index)]
+        exposed = self._exposed(self._stand_ins)
         for index in exposed:
             self._sharded.params[index].grad = None
         return exposed
@@ -236,21 +267,24 @@ class GradientShards:
 
     def bind(self, position: int) -> None:
         """Give the tensors of this rank's pieces of one bucket their gradients."""
-        state, tensors = self.buckets[position], self._sharded.pieces.tensors
+        state, pieces, params = self.buckets[position], self._sharded.pieces, self._sharded.params
         if state.shard is None or not state.pieces:
             return
-        dtype = self._sharded.pieces.gradient_dtype(state.pieces[0].param, state.shard.dtype)
+        dtype = pieces.gradient_dtype(state.indices[0], state.shard.dtype)
         shard = state.shard if state.shard.dtype == dtype else state.shard.to(dtype)
-        for piece in state.pieces:
-            tensor = tensors[piece.param]
-            if piece.param in state.holding and self.is_exposed(piece.param):
-                low = piece.offset - state.start
-                if tensor is self._sharded.params[piece.param]:
-                    self._bound.append(piece.param)
-                gradient = shard[low : low + piece.numel].view(tensor.shape)
-                self._sharded.pieces.set_gradient(piece.param, gradient)
-            else:
-                self._sharded.pieces.set_gradient(piece.param, None)
+        tensors = list(map(pieces.tensors.__getitem__, state.indices))
+        gradients = list(map(Tensor.view, state.spans(shard), map(_shape, tensors)))
+        present = state.holding.intersection(self._exposed(state.indices))
+        self._bound += [
+            index
+            for index, tensor in zip(state.indices, tensors, strict=True)
+            if tensor is params[index] and index in present
+        ]
+        if len(present) == len(state.indices):
+            pieces.set_gradients(state.indices, gradients)
+            return
+        for index, gradient in zip(state.indices, gradients, strict=True):
+            pieces.set_gradient(index, gradient if index in present else None)
 
     def release(self) -> None:
         """Undo ``bind``. A parameter that is its own piece gets back what stands for its gradient."""
@@ -291,9 +325,9 @@ class GradientShards:
 
     def _remembered(self) -> list[BucketShard]:
         """The buckets, without gradients that were taken off their parameters by somebody else."""
+        exposed = set(self._exposed(self._stand_ins))
         for state in self.buckets:
-            certain = state.holding - state.uncertain
-            hidden = {index for index in certain if not self.is_exposed(index)}
+            hidden = state.holding - state.uncertain - exposed
             if hidden:
                 state.forget(hidden)
         return self.buckets

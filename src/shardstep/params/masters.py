@@ -171,6 +171,10 @@ class Masters:
             )
         self._gradients[index] = gradient
 
+    def set_gradients(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """``set_gradient`` for many pieces. Dense gradients."""
+        self._gradients.update(zip(indices, gradients, strict=True))
+
     def gradient(self, index: int) -> Tensor | None:
         return self._gradients.get(index)
 

@@ -29,6 +29,8 @@ class MasterTensors(Protocol):
 
     def set_gradient(self, index: int, gradient: Tensor | None) -> None: ...
 
+    def set_gradients(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None: ...
+
     def gradient(self, index: int) -> Tensor | None: ...
 
     def release_gradients(self) -> None: ...
@@ -106,6 +108,14 @@ class LocalPieces:
         if self._masters is not None and index in self._masters:
             self._masters.set_gradient(index, gradient)
         else:
+            self.tensors[index].grad = gradient
+
+    def set_gradients(self, indices: Sequence[int], gradients: Sequence[Tensor]) -> None:
+        """``set_gradient`` for pieces of one bucket, without a call for each. Dense gradients."""
+        if self._masters is not None and indices and indices[0] in self._masters:  # a bucket has them for all, or none
+            self._masters.set_gradients(indices, gradients)
+            return
+        for index, gradient in zip(indices, gradients, strict=True):
             self.tensors[index].grad = gradient
 
     def gradient(self, index: int) -> Tensor | None:
