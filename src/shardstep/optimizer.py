@@ -213,8 +213,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
     def wait_for_parameters(self) -> None:
         """With ``lazy_gather``: finish the gathers that are still under way.
 
-        Touching a parameter does so by itself. A model compiled with ``torch.compile`` looks at parameters without
-        touching them: call this before its forward.
+        Touching a parameter does so by itself. Call this before the forward of a model compiled with ``torch.compile``,
+        which would compile anew for a parameter that is under way.
         """
         self.engine.wait_for_parameters()
 

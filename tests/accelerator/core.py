@@ -30,13 +30,29 @@ CORE: dict[str, tuple[str, ...]] = {
         "test_the_reduce_scatter_hook_has_the_weights_of_the_cpu_and_never_makes_the_host_wait[sharded-False-3]",
         "test_the_reduce_scatter_hook_has_the_weights_of_the_cpu_and_never_makes_the_host_wait[last-True-3]",
         "test_the_reduce_scatter_hook_has_the_weights_of_the_cpu_and_never_makes_the_host_wait[interleaved-False-3]",
-        "test_ranks_without_inputs_take_part[True]",
+        "test_ranks_without_inputs_take_part[True-3]",
     ),
     # ... and both hooks that step in backward.
     "test_hooks_on_device.py": (
         "test_both_hooks_have_the_weights_of_one_process_and_no_race[3-_train_in_all_ways]",
         "test_ten_iterations_read_nothing_on_the_host",
         "test_the_interleaved_hook_leaves_backwards_stream_alone_until_its_last_kernel",
+    ),
+    # What users write around a step, a rank that fails in it, branches on several streams; what is sent.
+    "test_loops_under_ddp.py": (
+        "test_every_loop_has_the_weights_of_the_cpu_whatever_the_seed[3-_train-AdamW]",
+        "test_a_rank_that_fails_in_its_step_is_named_on_all_and_nothing_goes_on[0-views-3]",
+    ),
+    "test_branches.py": (
+        "test_branches_on_two_streams_have_the_weights_of_the_cpu_and_no_race[3]",
+        "test_streams_that_are_not_waited_for_would_be_noticed",
+    ),
+    "test_traffic.py": (
+        "test_parameters_buffers_and_gradients_travel_on_the_device_together[3-_exchange]",
+        "test_gradients_are_lent_on_the_device_in_one_message",
+    ),
+    "test_python_work_on_device.py": (
+        "test_clipping_and_stepping_take_as_many_calls_for_many_parameters_as_for_few[shard_gradients-25 MiB]",
     ),
     "test_overlap.py": (
         "test_communication_is_hidden_behind_computation",

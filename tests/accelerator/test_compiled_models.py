@@ -16,14 +16,15 @@ STEPS = 4
 
 
 @on_device
-def _train(rank: int, world: int, mode: str) -> Any:
+def _train(rank: int, world: int, mode: str, waits: bool = True) -> Any:
     kind, options = OPTIMIZERS["AdamW"]
     model, backend = OwnForward().to(device()), CountingBackend("aot_eager")
     called, optimizer = train_in(mode, model, kind, options, ddp_cap_mb=25)  # dynamo wants its usual buckets
     compiled = torch.compile(called, backend=backend)
     for step in range(STEPS):
         optimizer.zero_grad()
-        optimizer.wait_for_parameters()  # as the docstring of lazy_gather asks for with a compiled model
+        if waits:
+            optimizer.wait_for_parameters()  # as the docstring of lazy_gather asks for with a compiled model
         loss_of(compiled, step, rank).backward()
         optimizer.step()
     assert backend.graphs > 0, "nothing was compiled"
@@ -36,4 +37,11 @@ def _train(rank: int, world: int, mode: str) -> Any:
 def test_a_compiled_model_trains_as_the_plain_optimizer_does(mode: str, world: int) -> None:
     expected, _ = train_plainly("AdamW", STEPS, range(world))
     for weights in run_ranks(_train, world, mode):
+        same(weights, expected, SUMMED_OTHERWISE)
+
+
+def test_a_compiled_model_that_does_not_wait_for_lazy_gathers_is_right_all_the_same() -> None:
+    """(And slow: dynamo begins anew for parameters of another class. The race detector is on.)"""
+    expected, _ = train_plainly("AdamW", STEPS, range(2))
+    for weights in run_ranks(_train, 2, "lazy", waits=False):
         same(weights, expected, SUMMED_OTHERWISE)

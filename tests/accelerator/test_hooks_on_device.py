@@ -225,7 +225,8 @@ def test_the_interleaved_hook_leaves_backwards_stream_alone_until_its_last_kerne
 
 
 @on_device
-def _join(rank: int, world: int) -> list[Tensor]:
+def _join(rank: int, world: int, seed: int) -> list[Tensor]:
+    devices.seed(seed)
     model = model_for("plain").to(device())
     ddp = DistributedDataParallel(model, bucket_cap_mb=1e-3)  # type: ignore[arg-type]
     options = {"lr": 1e-2, "weight_decay": 0.1, "bucket_cap_mb": 1e-3}
@@ -253,10 +254,11 @@ def _joined_oracle(world: int) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
 
-def test_a_rank_without_inputs_is_lent_gradients_on_the_device() -> None:
-    world = max(sizes(2, 3), default=2)
+@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("world", sizes(1, 2, 3))
+def test_a_rank_without_inputs_is_lent_gradients_on_the_device(world: int, seed: int) -> None:
     expected = _joined_oracle(world)
-    for weights in run_ranks(_join, world):
+    for weights in run_ranks(_join, world, seed):
         same(weights, expected, SUMMED_OTHERWISE)
 
 

@@ -154,17 +154,18 @@ def _join(rank: int, world: int, by_initial: bool) -> list[Tensor]:
     return weights_of(side.model)
 
 
+@pytest.mark.parametrize("world", sizes(1, 2, 3))
 @pytest.mark.parametrize("by_initial", [False, True])
-def test_ranks_without_inputs_take_part(by_initial: bool) -> None:
+def test_ranks_without_inputs_take_part(by_initial: bool, world: int) -> None:
     model = Net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    for step in range(4):
-        there = [rank for rank in range(3) if step < 2 + rank]
+    for step in range(1 + world):
+        there = [rank for rank in range(world) if step < 2 + rank]
         optimizer.zero_grad()
         losses = torch.stack([loss_of(model, step, rank) for rank in there]).sum()
-        (losses / (3 if by_initial else len(there))).backward()
+        (losses / (world if by_initial else len(there))).backward()
         optimizer.step()
-    for weights in run_ranks(_join, 3, by_initial):
+    for weights in run_ranks(_join, world, by_initial):
         same(weights, [param.detach() for param in model.parameters()], SUMMED_OTHERWISE)
 
 
