@@ -461,7 +461,7 @@ def is_late(rank: int, world: int, transport: str) -> None:
         both.opt.check_replicas()
 
 
-@pytest.mark.parametrize("transport", ["shared memory", "sockets"])
+@pytest.mark.parametrize("transport", ["shared memory", pytest.param("sockets", marks=pytest.mark.extended)])
 def test_a_rank_that_is_late_is_waited_for_by_the_step(transport):
     """Backward returns when patience ends; the step sends what was kept and waits for as long as the group does."""
     run_ranks(is_late, 2, transport, timeout=60, pg_timeout=15)

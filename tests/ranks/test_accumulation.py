@@ -353,6 +353,7 @@ def random_program(rank: int, world: int, seeds: Sequence[int]) -> None:
         optimizer.check_replicas()
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("world", [2, 3])
 def test_any_program_of_micro_batches_steps_as_one_process_that_plays_all_ranks(world):
     run_ranks(random_program, world, range(10 * world, 10 * world + 10), **LIMITS)

@@ -608,6 +608,7 @@ def test_every_optimizer_goes_on_at_another_number_of_ranks(cases, world):
     run_ranks(load_cases, world, cases, **LIMITS)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("case", with_muon_if_there(dict.fromkeys((*CASES, "muon"))))
 def test_every_plain_optimizer_loads_what_the_sharded_one_saved_and_back(cases, case, tmp_path):
     make, optimizer_class, options = CASES[case]

@@ -443,6 +443,7 @@ def leave(rank: int, world: int, parent: Path) -> None:
     checkpoint.save(parent / "c", optimizer, model, {"step": 2}, asynchronous=True)
 
 
+@pytest.mark.extended
 def test_a_program_that_ends_right_after_the_call(tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     """The checkpoint is complete, or its loss is told; no hang, no crash."""
     for trial in range(2):

@@ -419,6 +419,7 @@ def problems_of_resuming(parent: Path, oracle: nn.Module) -> Iterator[str]:
         yield f"no warning names the checkpoint that is skipped: {texts}"
 
 
+@pytest.mark.extended
 def test_resume_falls_back_to_the_checkpoint_before_a_damaged_one(two: Path, tmp_path: Path) -> None:
     found = run_ranks(resume_damaged, RANKS, two, tmp_path)
     assert not any(found), "\n".join(f"rank {rank}: {text}" for rank in range(RANKS) for text in found[rank])

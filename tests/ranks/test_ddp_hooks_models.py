@@ -370,8 +370,10 @@ def two_optimizers_on_one_model(rank: int, world: int, inside: str, outside: str
 @pytest.mark.parametrize(
     ("inside", "outside"),
     [
-        pytest.param(*pair, marks=[pytest.mark.again] * (pair == ("at the end",) * 2))
-        for pair in itertools.product(HOOKS, HOOKS)
+        pytest.param("at the end", "at the end", marks=pytest.mark.again),
+        ("at the end", "interleaved"),
+        pytest.param("interleaved", "at the end", marks=pytest.mark.extended),
+        pytest.param("interleaved", "interleaved", marks=pytest.mark.extended),
     ],
 )
 def test_two_optimizers_on_one_model_with_one_hook_inside_the_other(inside, outside):

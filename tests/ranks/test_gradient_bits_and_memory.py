@@ -238,7 +238,7 @@ def live_bytes(rank: int, world: int, way: str, zero: dict[str, Any], in_flight:
             assert optimizer.memory().gradients == 0
 
 
-@pytest.mark.parametrize("way", ["shared memory", "sockets"])
+@pytest.mark.parametrize("way", ["shared memory", pytest.param("sockets", marks=pytest.mark.extended)])
 def test_a_rank_holds_its_share_of_the_gradients_and_a_bounded_number_of_buckets(way):
     run_ranks(every_setting, 4, way, **LIMITS)
 

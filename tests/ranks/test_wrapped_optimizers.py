@@ -148,7 +148,7 @@ def save_plain_together(rank: int, world_size: int, directory: Path, late: float
     return ""
 
 
-@pytest.mark.parametrize("late", [0.0, 1.0])
+@pytest.mark.parametrize("late", [0.0, pytest.param(1.0, marks=pytest.mark.extended)])
 def test_of_a_plain_optimizer_on_many_ranks_one_copy_is_saved_and_the_others_are_refused(late, tmp_path):
     """Together, and when the others come after the first has ended."""
     told = run_ranks(save_plain_together, 3, tmp_path, late)
