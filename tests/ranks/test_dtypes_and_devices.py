@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import Parameter
 
-from shardstep import ZeroRedundancyOptimizer
+from shardstep import ZeroRedundancyOptimizer, checkpoint
 from tests.harness import run_ranks
 from tests.twins import Twins, parameters, values
 
@@ -176,6 +176,34 @@ def _on_devices(rank, world_size, devices):
             twins.opt.check_replicas()
             found = {bucket.device for bucket in twins.opt.layout.buckets}
             assert len(found) == len(devices), "a bucket never spans devices"
+
+
+def _lone_element(rank, world_size, directory):
+    def make():
+        return [Parameter(torch.arange(8.0)[3::8]), Parameter(torch.arange(3.0)), Parameter(torch.ones(1, 9)[:, ::9])]
+
+    for number, options in enumerate(({}, {"shard": "tensor"}, {"shard_gradients": True}, {"lazy_gather": True})):
+        params, theirs = make(), make()
+        assert params[0].stride() == (8,)
+        opt = ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.1, **options)
+        plain = torch.optim.AdamW(theirs, lr=0.1)
+        for step in range(4):
+            for optimizer, some in ((opt, params), (plain, theirs)):
+                optimizer.zero_grad()
+                sum((param * param).sum() for param in some).backward()
+                optimizer.step()
+            opt.check_replicas()
+            if step == 1:
+                opt.consolidate_state_dict()
+                checkpoint.save(directory / str(number), opt)
+                checkpoint.load(directory / str(number), opt)
+        for one, other in zip(params, theirs, strict=True):
+            assert torch.equal(one, other), options
+
+
+def test_a_single_element_with_a_stride_is_stepped_compared_and_saved(tmp_path):
+    """It is contiguous, because it is alone, and there is no view of it as bytes."""
+    run_ranks(_lone_element, 3, tmp_path)
 
 
 def _two_devices(rank, world_size):

@@ -33,6 +33,7 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors as _unflatten
 
 from shardstep.comm import torch_versions
+from shardstep.comm.byte_views import bytes_of
 from shardstep.comm.process_group import Group
 
 GradBucket: TypeAlias = dist.GradBucket  # what DDP gives to its hooks
@@ -227,9 +228,9 @@ def _copy_at_once(group: Group, together: Sequence[Tensor], source: int, target:
     else:
         flat, is_packed = first.new_empty(sum(tensor.numel() for tensor in together)), True
     if first.device.type in group.backends:
-        _transfer(group, flat.view(torch.uint8), source, target)
+        _transfer(group, bytes_of(flat), source, target)
     else:
-        move(group, flat.view(torch.uint8), source, target)
+        move(group, bytes_of(flat), source, target)
     if is_packed and not sends:
         torch._foreach_copy_(list(together), _unflatten(flat, together))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from shardstep.comm import collectives
+from shardstep.comm.byte_views import bytes_of
 from shardstep.comm.collectives import Handle
 from shardstep.comm.host_channel import SharedMessages
 from shardstep.comm.process_group import Group
@@ -70,12 +71,12 @@ class BucketAllGather:
                     continue
                 runs = [self._share(buffer[low:high]) for low, high in _runs(bucket, shard)]
                 if self._pairwise and self._ring is None:
-                    self._direct[rank] = [_bytes(run) for run in runs]
+                    self._direct[rank] = [bytes_of(run) for run in runs]
                 else:
                     packed[rank] = runs
         if not self._pairwise and _are_regions(packed):
             nothing = torch.empty(0, dtype=torch.uint8, device=self.device)
-            self._regions = [_bytes(tensors[0].detach().view(-1)) if tensors else nothing for tensors in packed]
+            self._regions = [bytes_of(tensors[0].detach().view(-1)) if tensors else nothing for tensors in packed]
             packed = []
         # Received into without torch's noticing: whoever still holds a graph over them has to be told.
         unnoticed = self._in_place is not None or self._regions or any(self._direct) or buffer is not None
@@ -100,11 +101,11 @@ class BucketAllGather:
             return self._start_in(self._ring, self._staging)
         staged = self._staging.pack(self._staging.own_buffer(self._like))
         if self._staging.even:
-            return AllGatherHandle(collectives.gather_buffer(self._group, _bytes(staged)), staged)
+            return AllGatherHandle(collectives.gather_buffer(self._group, bytes_of(staged)), staged)
         if not self._pairwise:
-            regions = [_bytes(staged[low:high]) for low, high in self._staging.regions]
+            regions = [bytes_of(staged[low:high]) for low, high in self._staging.regions]
             return AllGatherHandle(collectives.gather_regions(self._group, regions), staged)
-        parts = [[_bytes(staged[low:high])] if low < high else [] for low, high in self._staging.regions]
+        parts = [[bytes_of(staged[low:high])] if low < high else [] for low, high in self._staging.regions]
         shards = list(map(list.__add__, self._direct, parts))
         return AllGatherHandle(collectives.gather_shards(self._group, shards), staged)
 
@@ -154,10 +155,10 @@ class BucketAllGather:
         if self._pairwise or shard is None or not all(active[index] for index in bucket.params):
             return False
         if buffer is not None:
-            self._in_place = _bytes(buffer)
+            self._in_place = bytes_of(buffer)
         elif len(bucket.params) == 1 and shard * self._group.world_size == bucket.numel:
             param = params[bucket.params[0]]
-            self._in_place = _bytes(flat(param)) if param.is_contiguous() else None
+            self._in_place = bytes_of(flat(param)) if param.is_contiguous() else None
         return self._in_place is not None
 
     def _share(self, span: Tensor) -> Tensor:
@@ -175,7 +176,7 @@ class BucketAllGather:
                 continue
             span = self._share(flat(param)[piece.start : piece.stop])
             if large:
-                direct.append(_bytes(span))
+                direct.append(bytes_of(span))
             else:
                 packed.append(span)
         return direct, packed
@@ -225,7 +226,3 @@ def _are_regions(packed: Sequence[Sequence[Tensor]]) -> bool:
     alone = [tensors[0] for tensors in packed if tensors]
     sizes = {sum(tensor.numel() for tensor in tensors) for tensors in packed}
     return len(sizes) > 1 and all(tensor.is_contiguous() for tensor in alone)
-
-
-def _bytes(flat: Tensor) -> Tensor:
-    return flat.view(torch.uint8)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardstep.comm.byte_views import bytes_of
 from shardstep.params.tensor_subclasses import is_subclass
 
 MISSING = object()  # stands for a value that one side does not have
@@ -107,4 +108,4 @@ def _parts(tensor: Tensor) -> tuple[dict[str, Any], Any]:
 
 def _bits(tensor: Tensor) -> Tensor:
     """As bytes, so that NaN equals NaN."""
-    return tensor.detach().reshape(-1).contiguous().view(torch.uint8)
+    return bytes_of(tensor.detach().reshape(-1).contiguous())

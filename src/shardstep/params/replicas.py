@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardstep.comm import collectives
+from shardstep.comm.byte_views import bytes_of
 from shardstep.comm.process_group import Group
 from shardstep.layout.specs import Layout
 
@@ -53,7 +54,7 @@ def _checksums(params: Sequence[Tensor]) -> Tensor:
 
 def _checksum(param: Tensor) -> Tensor:
     """A 0-dim int64 that depends on every bit and its place, computed where the parameter is."""
-    flat = param.detach().contiguous().view(-1).view(torch.uint8)
+    flat = bytes_of(param.contiguous())
     width = next(size for size in (8, 4, 2, 1) if flat.numel() % size == 0)
     if flat.storage_offset() % width:  # a view at an odd place in a larger buffer
         flat = flat.clone()

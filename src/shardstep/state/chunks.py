@@ -15,11 +15,6 @@ from shardstep.comm.process_group import Group
 _LARGE_BYTES = 1024 * 1024
 
 
-def bytes_of(tensor: Tensor) -> Tensor:
-    """The tensor's bytes, 1D, over the same memory if it is contiguous."""
-    return tensor.detach().reshape(-1).view(torch.uint8)
-
-
 def stream(
     group: Group, spans: Sequence[Tensor], kinds: Sequence[str], source: int, to: int | None, chunk_bytes: int
 ) -> None:

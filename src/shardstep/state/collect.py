@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from shardstep.comm import collectives
+from shardstep.comm.byte_views import bytes_of
 from shardstep.comm.codec import decode, dtype_name, dtype_of, encode
 from shardstep.comm.process_group import Group
 from shardstep.layout.specs import Layout, ParamSpec, Piece
 from shardstep.params.memory_order import empty_in_order, order_of
 from shardstep.params.pieces import LocalPieces
 from shardstep.params.tensor_subclasses import closed, opened
-from shardstep.state.chunks import bring, bytes_of, stream
+from shardstep.state.chunks import bring, stream
 from shardstep.state.cutting import check_cut_with
 
 
