@@ -23,20 +23,24 @@ STEPS = 4
 
 
 class Branches(nn.Module):
-    """Two branches, each on a stream of its own if there are streams. Their parameters are taken in turn."""
+    """Two branches, each on a stream of its own if there are streams. A bucket has layers of both."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.one, self.other = (nn.Sequential(*(nn.Linear(7, 7) for _ in range(4))).double() for _ in range(2))
+        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(8)).double()
         self.streams: tuple[Any, ...] = ()
         self.swaps = False
 
+    def branches(self) -> tuple[nn.Module, nn.Module]:
+        return nn.Sequential(*self.layers[0::2]), nn.Sequential(*self.layers[1::2])
+
     def forward(self, batch: Tensor) -> Tensor:
+        one, other = self.branches()
         if not self.streams:
-            return self.one(batch) * self.other(batch)
+            return one(batch) * other(batch)
         here, results = module().current_stream(), []
-        branches = (self.other, self.one) if self.swaps else (self.one, self.other)
+        branches = (other, one) if self.swaps else (one, other)
         for stream, branch in zip(self.streams, branches, strict=True):
             stream.wait_stream(here)
             with module().stream(stream):
@@ -45,10 +49,6 @@ class Branches(nn.Module):
             here.wait_stream(stream)
             result.record_stream(here)
         return results[0] * results[1]
-
-    def in_turn(self) -> list[nn.Parameter]:
-        """Of both branches in turn, so that a bucket has gradients of both streams."""
-        return [param for pair in zip(self.one.parameters(), self.other.parameters(), strict=True) for param in pair]
 
 
 def loss_of(model: nn.Module, step: int, part: int) -> Tensor:
@@ -108,7 +108,7 @@ def test_branches_on_two_streams_have_the_weights_of_the_cpu_and_no_race(world: 
 def _accumulate(rank: int, world: int, reduce_dtype: torch.dtype | None, cap_mb: float) -> list[Tensor]:
     model = on_streams()
     optimizer = ZeroRedundancyOptimizer(
-        model.in_turn(),
+        model.parameters(),
         torch.optim.SGD,
         lr=0.5,
         momentum=0.9,
@@ -140,14 +140,14 @@ class OnTwoDevices(nn.Module):
 
     def __init__(self, first: torch.device | str = "cpu", second: torch.device | str = "cpu") -> None:
         super().__init__()
-        branches = Branches()
-        self.one, self.other = branches.one.to(first), branches.other.to(second)
+        self.model = Branches()
+        self.one, self.other = self.model.branches()
+        self.one.to(first)
+        self.other.to(second)
         self.first, self.second = torch.device(first), torch.device(second)
 
     def forward(self, batch: Tensor) -> Tensor:
         return self.one(batch.to(self.first)).to(self.second) * self.other(batch.to(self.second))
-
-    in_turn = Branches.in_turn
 
 
 @contextmanager
@@ -168,7 +168,7 @@ def _train_on_two_devices(rank: int, world: int) -> list[Tensor]:
     model = OnTwoDevices(*places)
     with side_streams(places):
         optimizer = ZeroRedundancyOptimizer(
-            model.in_turn(), torch.optim.SGD, lr=0.5, momentum=0.9, shard_gradients=True, bucket_cap_mb=1e-3
+            model.parameters(), torch.optim.SGD, lr=0.5, momentum=0.9, shard_gradients=True, bucket_cap_mb=1e-3
         )
         for step in range(STEPS):
             optimizer.zero_grad()
@@ -188,7 +188,7 @@ def test_two_devices_that_both_compute_on_streams_of_their_own() -> None:
 def _train_without_notes(rank: int, world: int) -> str:
     GradientStreams.note = lambda *_: None  # type: ignore[method-assign]
     model = on_streams()
-    optimizer = ZeroRedundancyOptimizer(model.in_turn(), torch.optim.SGD, lr=0.5, shard_gradients=True)
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.5, shard_gradients=True)
     try:
         loss_of(model, 0, rank).backward()
     except RuntimeError as error:
