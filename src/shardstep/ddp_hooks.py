@@ -152,6 +152,7 @@ class _SteppingHook:
                     self._finish(step)
             finally:
                 self._streams.join(self._devices)
+            self._end_backward()
         elif self._interleaved and (self._usage is None or self._usage.is_known):
             try:
                 with self._streams.after_current(self._devices):
@@ -200,6 +201,9 @@ class _SteppingHook:
                 self._source.bind(step.waiting)
             self._engine.end(step, self._zero.param_groups, self._source)
 
+    def _end_backward(self) -> None:
+        """The step was made, and the stream of backward has waited for it."""
+
     def _abort(self) -> None:
         """A backward that was not completed left a step open. The next one compares how far each rank came."""
         step, self._step = self._step, None
@@ -222,6 +226,9 @@ class _ScatteringHook(_SteppingHook):
 
     def _begin_gradients(self) -> None:
         """They have come with the bucket."""
+
+    def _end_backward(self) -> None:
+        self._source.join()  # in stream order it has: so the next backward need not, which may be in another graph
 
     def _work_off(self, step: Step, done_only: bool) -> None:
         self._queue.clear()

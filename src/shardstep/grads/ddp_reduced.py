@@ -119,6 +119,10 @@ class DdpReducedGradients(SteppedByHook, ReducedGradients):
         """The buckets that were reduced in this backward, in order. The same on every rank."""
         return self._scheduler.reduced()
 
+    def join(self) -> None:
+        """On an accelerator: the current stream goes on when all reductions are over."""
+        self._reducer.join()
+
     def bind_reduced(self, positions: Iterable[int]) -> None:
         """Give the pieces of buckets that were reduced their gradients, while others are under way.
 
