@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -135,6 +136,64 @@ def test_gradients_that_change_streams_while_they_accumulate(reduce_dtype: torch
         same(weights, expected, SUMMED_OTHERWISE)
 
 
+@on_device
+def _add_up(rank: int, world: int) -> list[Tensor]:
+    """Buckets of one branch each: what is done with one must not be done on the stream of the other."""
+    model = on_streams()
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.5, momentum=0.9, shard_gradients=True, bucket_cap_mb=1e-3
+    )
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for part in range(3):
+            (loss_of(model, step, 3 * rank + part) / 3).backward()
+        optimizer.step()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("world", sizes(1, 2, 3))
+def test_branches_add_to_gradients_that_were_reduced(world: int) -> None:
+    expected = oracle(3 * world)
+    for weights in run_ranks(_add_up, world):
+        same(weights, expected, SUMMED_OTHERWISE)
+
+
+@on_device
+def _prepare_early(rank: int, world: int, given_up: bool) -> list[Tensor]:
+    """The stream of a branch makes tensors before it waits for the parameters, or when the optimizer is gone."""
+    model = on_streams()
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.5, momentum=0.9, shard_gradients=True, bucket_cap_mb=1e-3
+    )
+
+    def make_tensors() -> None:
+        for stream in model.streams:
+            with module().stream(stream):
+                made = [torch.ones(numel, dtype=torch.float64, device=device()) for numel in range(8, 200, 3)]
+                torch._foreach_mul_(made, 2.0)
+
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        make_tensors()
+        loss_of(model, step, rank).backward()
+        optimizer.step()
+    if given_up:
+        for param in model.parameters():
+            param.grad = None
+        del optimizer
+        gc.collect()
+        make_tensors()
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+@pytest.mark.parametrize("world", sizes(1, 2))
+def test_memory_of_a_branch_is_not_given_away_before_the_step_has_read_it(world: int, given_up: bool) -> None:
+    expected = oracle(world)
+    for weights in run_ranks(_prepare_early, world, given_up):
+        same(weights, expected, SUMMED_OTHERWISE)
+
+
 class OnTwoDevices(nn.Module):
     """A branch on each of two devices: autograd has a thread for each, in which the other's stream is the default."""
 
@@ -163,7 +222,7 @@ def side_streams(places: list[torch.device]) -> Iterator[None]:
 
 
 @on_device
-def _train_on_two_devices(rank: int, world: int) -> list[Tensor]:
+def _train_on_two_devices(rank: int, world: int, parts: int) -> list[Tensor]:
     places = [device(), devices.second_device()]
     model = OnTwoDevices(*places)
     with side_streams(places):
@@ -172,15 +231,18 @@ def _train_on_two_devices(rank: int, world: int) -> list[Tensor]:
         )
         for step in range(STEPS):
             optimizer.zero_grad()
-            loss_of(model, step, rank).backward()
+            for part in range(parts):
+                (loss_of(model, step, parts * rank + part) / parts).backward()
             optimizer.step()
         return weights_of(model)
 
 
 @pytest.mark.skipif(not devices.has_two(2), reason="needs two devices for each of 2 ranks")
-def test_two_devices_that_both_compute_on_streams_of_their_own() -> None:
-    expected = oracle(2)
-    for weights in run_ranks(_train_on_two_devices, 2):
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("world", sizes(1, 2))
+def test_two_devices_that_both_compute_on_streams_of_their_own(world: int, parts: int) -> None:
+    expected = oracle(world * parts)
+    for weights in run_ranks(_train_on_two_devices, world, parts):
         same(weights, expected, SUMMED_OTHERWISE)
 
 

@@ -15,6 +15,7 @@ else the backend takes a list of them, in one call.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -24,7 +25,7 @@ from torch import Tensor
 from shardstep.comm import reductions
 from shardstep.comm.collectives import Handle
 from shardstep.comm.process_group import Group
-from shardstep.comm.streams import Mark, SideStream, current_stream, has_streams
+from shardstep.comm.streams import Mark, SideStream, current_stream, has_streams, mark_current
 from shardstep.grads.bucket_part import BucketPart
 from shardstep.grads.division import Division, division
 from shardstep.grads.reduce_scatter import ReduceScatter, Report, Sending, Source, Transport
@@ -40,6 +41,7 @@ class PackedBuffers:
         self._free = [Mark() for _ in range(count)]
         self._joined: list[list[Any]] = [[] for _ in range(count)]  # streams that are after that mark already
         self._turn = 0
+        self.made_on: list[Any] = []  # streams, whose memory it is
         self.nbytes = 0  # of each; before the first is taken: as much as the largest part needs
 
     def take(self, numel: int, dtype: torch.dtype) -> Tensor:
@@ -51,6 +53,7 @@ class PackedBuffers:
         memory = self._memory[turn]
         if memory is None:
             memory = self._memory[turn] = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device)
+            self.made_on += [current_stream(self._device)] if has_streams(self._device) else []
         return memory[: numel * dtype.itemsize].view(dtype)
 
     def free_at(self, mark: Mark) -> None:
@@ -77,11 +80,12 @@ class Native(Transport):
         self, group: Group, report: Report, summation: Summation, device: torch.device, in_flight: int
     ) -> None:
         """Collective. ``in_flight``: how many parts may be under way."""
-        self._senders: list[Any] = []  # streams that have not waited for what they sent: the memory is theirs
+        # Streams that have not waited for what became of what they sent. The memory of the shards is theirs.
+        self._senders: list[Any] = []
         super().__init__(group, report, summation)
-        is_alone = group.world_size == 1
-        self.enqueues = has_streams(device) and not is_alone
-        self._stream = SideStream(device if not is_alone else torch.device("cpu"))
+        self.enqueues = has_streams(device)
+        # Who is alone sends nothing: what is to be done with a part runs where it is packed.
+        self._stream = SideStream(device if group.world_size > 1 else torch.device("cpu"))
         self._buffers = PackedBuffers(device, in_flight)
         self._joined: list[Any] = []  # streams that have waited for all that was sent
         self._device = device
@@ -104,9 +108,19 @@ class Native(Transport):
                 self._senders.remove(current)
 
     def hold_senders(self) -> None:
-        """Whoever has sent something, and not waited for it, goes on when it has arrived."""
-        for stream in self._senders:
-            self._stream.mark().hold(stream)
+        """The shards go. Whose memory they are goes on when the current stream, which has read them, is here."""
+        others = [stream for stream in self._senders if stream != current_stream(self._device)]
+        self._senders.clear()
+        if others:
+            self.join()
+            _hold(others, mark_current(self._device))
+
+    def hold_all(self) -> None:
+        """Everything goes, perhaps before anybody has waited for it: the same, and for the memory that is packed in."""
+        concerned = dict.fromkeys([*self._senders, *self._buffers.made_on])
+        if concerned:
+            _hold(concerned, self._stream.mark())
+            _hold([one for one in concerned if one != current_stream(self._device)], mark_current(self._device))
 
     def mark(self) -> Mark:
         """When everything that was sent so far has arrived."""
@@ -120,12 +134,12 @@ class Native(Transport):
 
     def start(self, part: BucketPart, source: Source, own: Tensor, sending: Sending) -> ReduceScatter:
         assert not isinstance(source, ReduceScatter), "nothing is reported, so nothing is sent again"
-        if self._group.world_size == 1:
-            part.pack(source, own, part.spans[0])
-            return ReduceScatter(part, None, own, own, Handle(()), [own], still_divide=sending.divisor)
         self._joined.clear()
         if self.enqueues and (current := current_stream(self._device)) not in self._senders:
             self._senders.append(current)
+        if self._group.world_size == 1:
+            part.pack(source, own, part.spans[0])
+            return ReduceScatter(part, None, own, own, Handle(()), [own], still_divide=sending.divisor)
         share = part.equal_share
         averages = self._can.averages and (share is not None or self._can.takes_unequal)
         how = division(part.dtype, sending.divisor, self._group.world_size, averages)
@@ -175,6 +189,11 @@ class Native(Transport):
     def _packed_numel(self, part: BucketPart) -> int:
         share = part.equal_share
         return part.numel if share is None else share * self._group.world_size
+
+
+def _hold(streams: Iterable[Any], mark: Mark) -> None:
+    for stream in streams:
+        mark.hold(stream)
 
 
 def _extended(own: Tensor, numel: int, dtype: torch.dtype) -> Tensor:

@@ -247,7 +247,9 @@ class ReducedGradients(GradientSource):
         first, second = call.arguments
         if call.kind == Activity.ROUND:
             self._scheduler.shadow(roll)
-        elif call.kind == Activity.CLIP:
+            return
+        self._reducer.settle()  # what the round has brought is read now
+        if call.kind == Activity.CLIP:
             self._clip(params, first, second, error_if_nonfinite=False)
         else:
             like = self._sharded.params[int(second)]

@@ -81,7 +81,7 @@ class GradientReducer:
     def __del__(self) -> None:
         """Nobody has waited, and shards and buffers go with it: their memory is free when the reductions are over."""
         if "_transports" in vars(self) and not sys.is_finalizing():
-            self._transports.hold_senders()
+            self._transports.hold_all()
 
     def extend(self) -> None:
         """Take over the buckets that were added. Collective."""
@@ -378,7 +378,14 @@ class GradientReducer:
     def join(self) -> None:
         """The current stream goes on when everything that was sent is where it belongs. The host does not wait."""
         self._transports.join()
-        self._held.clear()
+        if self._held:
+            self._transports.hold_senders()
+            self._held.clear()
+
+    def give_back(self) -> None:
+        """The shards were read, on the current stream, and go: so that their memory may be used for something else."""
+        self.join()
+        self._transports.hold_senders()
 
     def hold(self, shards: list[Tensor]) -> None:
         """Keep memory of shards until ``join``: something may be under way to it.

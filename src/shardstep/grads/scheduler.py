@@ -310,7 +310,7 @@ class BackwardScheduler:
         if aborted:
             self._reducer.hold([shard.shard for shard in self._shards.buckets if shard.shard is not None])
         else:
-            self._reducer.join()
+            self._reducer.give_back()
         self._forget_backward()
         self._shards.clear(keep)
 

@@ -72,9 +72,14 @@ class ReduceTransports:
             native.join()
 
     def hold_senders(self) -> None:
-        """On accelerators: streams that have sent something, and not waited for it, go on when it has arrived."""
+        """On accelerators: the shards go, and were read on the current streams. See there."""
         for native in self._natives.values():
             native.hold_senders()
+
+    def hold_all(self) -> None:
+        """On accelerators: everything goes. See there."""
+        for native in self._natives.values():
+            native.hold_all()
 
     def buffers(self) -> list[Tensor]:
         """The memory in which parts are packed on accelerators, which is kept."""
