@@ -21,7 +21,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 # Parameters, and elements of each: about 20 MiB, which is one bucket of the size that large models have; and 12 buckets
 # of the size that is chosen for these.
-FEW, MANY = (400, 13_000), (1600, 3_250)
+FEW, MANY = (400, 13_056), (1600, 3_264)
 CAPS = {"25 MiB": (25, 1), "chosen": (None, 12)}
 
 
@@ -61,5 +61,5 @@ def test_clipping_and_stepping_take_as_many_calls_for_many_parameters_as_for_few
         assert few[0] == many[0]
         for some, more in zip(few[1:], many[1:], strict=True):
             assert some.total() > 20  # it counts something
-            # (A bucket may be gathered in place or packed, which is some calls more. There are 1200 parameters more.)
-            assert more.total() <= some.total() + 60 * few[0], (more - some).most_common(5)
+            # Of the 1200 parameters that there are more this rank owns 600.
+            assert more.total() <= some.total() + 10 * few[0], (more - some).most_common(5)

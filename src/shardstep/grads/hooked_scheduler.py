@@ -51,7 +51,6 @@ class HookedScheduler(BackwardScheduler):
     def _collect(self, index: int, param: Tensor) -> None:
         """Autograd has finished the gradient of a parameter. Runs once per parameter and backward: keep it short."""
         with self._lock:
-            self._iteration.streams.note(self._sharded.layout.bucket_of[index], param.device)
             if not self.syncs:
                 self._complete_earlier()  # else what comes now would go along in it on this rank, and not on others
             gradient, stand_in = param.grad, self._shards.stand_in(index)
@@ -65,8 +64,8 @@ class HookedScheduler(BackwardScheduler):
                 if gradient.device != self._shards.devices[index]:
                     self.follow()
                 self._take(index, param, gradient)
-            else:
-                return  # stays where autograd put it, as in DDP
+            # (Else it stays where autograd put it, as in DDP.)
+            self._iteration.streams.note(self._sharded.layout.bucket_of[index], param.device)
             if self.syncs:
                 self._count(index)
 
@@ -87,6 +86,7 @@ class HookedScheduler(BackwardScheduler):
         current = self._open_round()
         if current.has_sent(self._sharded.layout.bucket_of[index]):  # before this part came
             self._in_parts.add(index)
+            current.ends_early = True
             self._send_rest(None)
             current = self._begin()
         self._mark(current, index)

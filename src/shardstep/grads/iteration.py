@@ -52,6 +52,7 @@ class Leaving(NamedTuple):
     gradients: list[Tensor | None]  # in its order
     kept: set[int]  # parameters to whose reduced gradient this one is added
     has_inputs: bool = True  # False: this rank takes part with zeros, in a Join context
+    ends_early: bool = False  # the round does: what is missing comes in the next one
 
 
 @dataclass
@@ -62,6 +63,7 @@ class Round:
     waiting: list[int]  # by bucket: how many of its parameters have not come; below 0: it was sent, or a part of it
     divisor: int
     has_inputs: bool = True  # False: this rank takes part with zeros, in a Join context
+    ends_early: bool = False  # before all gradients have come: the rest comes in another one
     sent: int = 0  # of the sequence
     seen: set[int] = field(default_factory=set)  # the parameters that have come
     leaving: Leaving | None = None  # of the bucket whose first part was sent, until its last is
@@ -165,6 +167,7 @@ class InFlight:
     tag: int  # of its messages
     is_exchanged: bool = False  # whether all that can be started was
     superseded: bool = False  # thrown away, or sent again
+    ends_early: bool = False  # of a round that does: what is missing comes in the next one
     across: AcrossReplicas | None = None  # on a mesh: once it was met, its way across the replicas
     is_put: bool = False  # on accelerators: all was launched that puts it into the shard
 

@@ -287,7 +287,12 @@ class BackwardScheduler:
         kept = {index for index in shard.holding if index not in iteration.fresh and self._shards.is_exposed(index)}
         kept |= shard.uncertain  # another rank may have used them in an earlier round; else there are zeros
         iteration.fresh.difference_update(shard.bucket.params)
-        return Leaving(gradients, kept, iteration.round is None or iteration.round.has_inputs)
+        current = iteration.round
+        return (
+            Leaving(gradients, kept)
+            if current is None
+            else Leaving(gradients, kept, current.has_inputs, current.ends_early)
+        )
 
     def _take_leftovers(self, indices: Iterable[int]) -> None:
         """A bucket of these parameters is about to be sent: take gradients that did not come by themselves."""

@@ -75,7 +75,8 @@ class UsedParameters:
             shard.uncertain = (shard.uncertain | (set(indices) - sent.kept)) - used
             return used | shard.uncertain
         if not self._transports.of(sent.part).reports:
-            self._check_used(indices, sent.here)
+            if not sent.ends_early:
+                self._check_used(indices, sent)
             return _used(indices, sent.here)
         heard = sent.scatter.reports
         if sent.here is None or heard is None:
@@ -83,9 +84,10 @@ class UsedParameters:
         anywhere = reports.present_anywhere(heard.messages, len(indices))
         return {index for index, there in zip(indices, anywhere, strict=True) if there}
 
-    def _check_used(self, indices: Sequence[int], here: list[bool] | None) -> None:
-        for index, one in zip(indices, here or (), strict=here is not None):
-            if not one and self._sharded.params[index].requires_grad:
+    def _check_used(self, indices: Sequence[int], sent: InFlight) -> None:
+        """RuntimeError if a parameter has no gradient, neither of this round nor of one before it."""
+        for index, one in zip(indices, sent.here or (), strict=sent.here is not None):
+            if not one and index not in sent.kept and self._sharded.params[index].requires_grad:
                 raise RuntimeError(
                     "shard_gradients expects a gradient for every parameter that requires one, but "
                     f"{self._sharded.layout.spec_of[index].label} got none in this backward. Pass "
