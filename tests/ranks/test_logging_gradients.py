@@ -23,6 +23,7 @@ from shardstep import ShardedGradient, ZeroRedundancyOptimizer, shard_ddp_gradie
 from tests.harness import run_ranks
 from tests.oracle import error_of
 
+pytestmark = pytest.mark.extended  # ``make test-frameworks`` runs these, too
 STEPS = 3
 WAYS = ("shard_gradients", "shard_ddp_gradients")
 

@@ -89,6 +89,7 @@ def _runs(name, thorough):
     return [(shards[0], {}, 50), *((shards[-1], variant, 8) for variant in variants[1:])]
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("thorough", [False, pytest.param(True, marks=pytest.mark.again)])
 @pytest.mark.parametrize("name", with_muon_if_there(sorted({*TRAINED, "Muon"})))
 def test_masters_of_every_class_are_the_plain_optimizer_over_float32_copies(name, thorough):

@@ -78,6 +78,7 @@ def _load(rank, world, mode, shard, form, path, saved):
     return loaded, outcome(model, opt)
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("first", KEPT)
 def test_masters_go_from_mode_to_mode_and_to_any_number_of_ranks(form, first, tmp_path):

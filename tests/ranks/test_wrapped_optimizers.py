@@ -19,6 +19,7 @@ from shardstep.checkpoint import claims
 from tests.harness import run_ranks
 from tests.oracle import assert_same, error_of, parameters, train, values_of
 
+pytestmark = pytest.mark.extended  # ``make test-frameworks`` runs these, too
 STEPS, MORE = range(3), range(3, 6)
 # A name here is a way to wrap an optimizer; the packages are those of `make test-frameworks`, but for accelerate.
 WRAPPERS = ["accelerate", *(pytest.param(name, marks=pytest.mark.frameworks) for name in ("lightning", "fabric"))]
@@ -148,7 +149,7 @@ def save_plain_together(rank: int, world_size: int, directory: Path, late: float
     return ""
 
 
-@pytest.mark.parametrize("late", [0.0, pytest.param(1.0, marks=pytest.mark.extended)])
+@pytest.mark.parametrize("late", [0.0, 1.0])
 def test_of_a_plain_optimizer_on_many_ranks_one_copy_is_saved_and_the_others_are_refused(late, tmp_path):
     """Together, and when the others come after the first has ended."""
     told = run_ranks(save_plain_together, 3, tmp_path, late)

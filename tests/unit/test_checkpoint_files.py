@@ -810,11 +810,11 @@ def interrupted_while_the_old_one_is_deleted(parent: Path) -> None:
     ("begin", "name", "keep"),
     [
         pytest.param(one_and_two, "new", None, marks=pytest.mark.extended),
-        (one_and_two, "new", 1),
+        pytest.param(one_and_two, "new", 1, marks=pytest.mark.extended),
         pytest.param(one_and_two, "two", None, marks=pytest.mark.again),
         pytest.param(only_last, "last", None, marks=pytest.mark.again),
         pytest.param(only_last, "last", 1, marks=pytest.mark.extended),
-        (interrupted_between_the_renames, "last", None),
+        pytest.param(interrupted_between_the_renames, "last", None, marks=pytest.mark.extended),
         pytest.param(interrupted_between_the_renames, "new", 1, marks=pytest.mark.extended),
         (interrupted_while_the_old_one_is_deleted, "last", 1),
     ],

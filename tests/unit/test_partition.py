@@ -435,7 +435,11 @@ def yardstick() -> float:
     return time.process_time() - start
 
 
-@pytest.mark.parametrize("sizes", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize(
+    "sizes",
+    [pytest.param(sizes, marks=[pytest.mark.extended] * (name != "random sizes")) for name, sizes in SHAPES.items()],
+    ids=SHAPES,
+)
 @pytest.mark.parametrize("granularity", ["element", "tensor"])
 def test_the_layout_of_100000_tensors_on_1024_ranks_takes_less_than_a_second(granularity, sizes):
     """Processor time, the best of at most three runs; if the processor is slow just now, as much as the yardstick says.
