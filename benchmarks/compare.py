@@ -21,6 +21,7 @@ from benchmarks.contestants import ALONE, DDP, HOOK, INTERLEAVED, TORCH_VIEWS, Z
 from benchmarks.figures import Neighbours, machine, ratios, results_file, run_worker, spread
 
 ROOT = Path(__file__).parent.parent
+KINDS = ("core", "step", "checkpoint")
 NAMES = [ALONE, DDP, TORCH_VIEWS, ZERO1, ZERO2, HOOK, INTERLEAVED]
 Figures = dict[str, list[float]]  # relative to torch's, by round
 
@@ -31,6 +32,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--turns", type=int, default=3, help="of each commit, alternating")
     parser.add_argument("--rounds", type=int, default=4, help="of each contestant in a turn")
+    parser.add_argument("--only", choices=KINDS, nargs="+", default=KINDS, help="what to measure")
     parser.add_argument("--output", type=Path, default=results_file("compare"))
     options = parser.parse_args()
     neighbours = Neighbours()
@@ -43,7 +45,7 @@ def main() -> None:
             for turn in range(options.turns):
                 order = list(sources) if turn % 2 == 0 else list(reversed(sources))
                 for name in order:
-                    for figure, values in measure(sources[name], options.ranks, options.rounds).items():
+                    for figure, values in measure(sources[name], options).items():
                         measured[name].setdefault(figure, []).extend(values)
         finally:
             subprocess.run(["git", "-C", str(ROOT), "worktree", "remove", "--force", checkout], check=True)
@@ -53,15 +55,19 @@ def main() -> None:
     print(text)
 
 
-def measure(source: Path, ranks: int, rounds: int) -> Figures:
+def measure(source: Path, options: argparse.Namespace) -> Figures:
     """One turn of the package in ``source``."""
-    env = {"PYTHONPATH": f"{source}:{ROOT}"}
-    core = run_worker("benchmarks.core_worker", ranks, rounds, 1, env=env)
-    task = {"kind": "times", "names": NAMES, "rounds": rounds}
-    step = run_worker("benchmarks.step_worker", ranks, json.dumps(task), env=env)
-    with tempfile.TemporaryDirectory() as folder:
-        saved = run_worker("benchmarks.checkpoint_worker", ranks, rounds, 0, folder, env=env)
-    return {**core_figures(core), **step_figures(step["times"]), **checkpoint_figures(saved)}
+    env, ranks, rounds = {"PYTHONPATH": f"{source}:{ROOT}"}, options.ranks, options.rounds
+    figures: Figures = {}
+    if "core" in options.only:
+        figures |= core_figures(run_worker("benchmarks.core_worker", ranks, rounds, 1, env=env))
+    if "step" in options.only:
+        task = {"kind": "times", "names": NAMES, "rounds": rounds}
+        figures |= step_figures(run_worker("benchmarks.step_worker", ranks, json.dumps(task), env=env)["times"])
+    if "checkpoint" in options.only:
+        with tempfile.TemporaryDirectory() as folder:
+            figures |= checkpoint_figures(run_worker("benchmarks.checkpoint_worker", ranks, rounds, 0, folder, env=env))
+    return figures
 
 
 def core_figures(core: Mapping[str, Any]) -> Figures:

@@ -203,7 +203,7 @@ def fails_now_and_then(rank: int, world: int, transport: str, flow: str) -> None
 
 
 @pytest.mark.parametrize("transport", ["shared memory", "sockets"])
-@pytest.mark.parametrize("flow", ["flag", "direct"])
+@pytest.mark.parametrize("flow", ["flag", pytest.param("direct", marks=pytest.mark.extended)])
 def test_a_batch_that_fails_on_one_rank_is_as_if_it_had_not_been(flow, transport):
     """Before the first bucket, between buckets, after the last; a bucket of the skipped batch must reach no sum."""
     run_ranks(fails_now_and_then, 3, transport, flow, timeout=90, pg_timeout=15)
@@ -227,7 +227,7 @@ def fails_again_and_again(rank: int, world: int, transport: str, flow: str) -> N
 
 
 @pytest.mark.parametrize("transport", ["shared memory", "sockets"])
-@pytest.mark.parametrize("flow", ["flag", "direct"])
+@pytest.mark.parametrize("flow", ["flag", pytest.param("direct", marks=pytest.mark.extended)])
 def test_failures_in_a_row_and_in_the_very_first_iteration(flow, transport):
     """A rank that is ready to compare where everybody is must not wait for one that has failed again meanwhile."""
     run_ranks(fails_again_and_again, 3, transport, flow, timeout=90, pg_timeout=15)

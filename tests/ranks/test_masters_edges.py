@@ -19,6 +19,7 @@ from tests.ranks.test_masters import KEPT, SMALL, MasterTwins
 from tests.ranks.test_masters_state import build, make_model, train
 from tests.twins import values
 
+pytestmark = pytest.mark.extended
 SPACING = 2.0**-7  # of bfloat16, between 1 and 2
 
 

@@ -538,7 +538,8 @@ FAMILIES["shapes and dtypes"] = [name for name in CASES if not any(name in famil
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 @pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=pytest.mark.extended) if name == MORE else name for name in FAMILIES]
+    "family",
+    [pytest.param(name, marks=[pytest.mark.extended] * ("checkpointing" in name or name == MORE)) for name in FAMILIES],
 )
 def test_twenty_steps_equal_ddp_for_every_kind_of_model(family, world):
     run_ranks(kinds_of_models, world, FAMILIES[family], **LIMITS)

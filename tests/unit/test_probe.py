@@ -89,6 +89,7 @@ def test_every_class_of_torch_optim_has_an_expected_verdict():
     assert set(CLASSES) == {*ELEMENTWISE, *WHOLE, *REFUSED} - missing
 
 
+@pytest.mark.extended
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_elementwise_optimizers_may_be_cut_and_split_in_every_variant(name, dtype):
