@@ -86,9 +86,10 @@ class HookedScheduler(BackwardScheduler):
         current = self._open_round()
         if current.has_sent(self._sharded.layout.bucket_of[index]):  # before this part came
             self._in_parts.add(index)
-            current.ends_early = True
+            current.ends_early, earlier = True, current.seen | current.earlier
             self._send_rest(None)
             current = self._begin()
+            current.earlier = earlier
         self._mark(current, index)
 
     def _follow_backward(self) -> None:

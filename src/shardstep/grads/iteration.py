@@ -7,7 +7,7 @@ by it as being over.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -52,7 +52,7 @@ class Leaving(NamedTuple):
     gradients: list[Tensor | None]  # in its order
     kept: set[int]  # parameters to whose reduced gradient this one is added
     has_inputs: bool = True  # False: this rank takes part with zeros, in a Join context
-    ends_early: bool = False  # the round does: what is missing comes in the next one
+    excused: Set[int] | None = frozenset()  # who may be missing: came in an earlier round, or (None) all: come later
 
 
 @dataclass
@@ -64,6 +64,7 @@ class Round:
     divisor: int
     has_inputs: bool = True  # False: this rank takes part with zeros, in a Join context
     ends_early: bool = False  # before all gradients have come: the rest comes in another one
+    earlier: Set[int] = frozenset()  # what has come in such rounds of the same backward
     sent: int = 0  # of the sequence
     seen: set[int] = field(default_factory=set)  # the parameters that have come
     leaving: Leaving | None = None  # of the bucket whose first part was sent, until its last is
@@ -167,7 +168,7 @@ class InFlight:
     tag: int  # of its messages
     is_exchanged: bool = False  # whether all that can be started was
     superseded: bool = False  # thrown away, or sent again
-    ends_early: bool = False  # of a round that does: what is missing comes in the next one
+    excused: Set[int] | None = frozenset()  # see ``Leaving``
     across: AcrossReplicas | None = None  # on a mesh: once it was met, its way across the replicas
     is_put: bool = False  # on accelerators: all was launched that puts it into the shard
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 
 import torch
@@ -166,7 +166,7 @@ class GradientReducer:
 
     def send(self, part: BucketPart, leaving: Leaving, divisor: int) -> None:
         """Send a part of a bucket for which there is room."""
-        self._send(part, leaving.gradients, leaving.kept, self.used.here(part, leaving), divisor, leaving.ends_early)
+        self._send(part, leaving.gradients, leaving.kept, self.used.here(part, leaving), divisor, leaving.excused)
 
     def send_for_nothing(self, part: BucketPart) -> None:
         """Send zeros that other ranks have met, or will, and throw away what arrives."""
@@ -181,7 +181,7 @@ class GradientReducer:
         kept: set[int],
         here: list[bool] | None,
         divisor: int,
-        ends_early: bool = False,
+        excused: Set[int] | None = frozenset(),
         of_use: bool = True,
     ) -> None:
         self.check()
@@ -191,7 +191,7 @@ class GradientReducer:
             own = source.own if isinstance(source, ReduceScatter) else self._room(part, kept, of_use)
             scatter = transport.start(part, source, own, Sending(self._report(part, kept, here), tag, divisor))
             sent = InFlight(scatter, kept, here, divisor, self.iteration, self.iteration.number, tag)
-            sent.superseded, sent.ends_early = not of_use, ends_early
+            sent.superseded, sent.excused = not of_use, excused
             self._in_flight.append(sent)
             if transport.enqueues:
                 self._launch(sent, transport)
@@ -263,7 +263,7 @@ class GradientReducer:
         self.check()
         if not self._in_flight:
             again = self.iteration.resend.popleft()
-            self._send(again.part, again.scatter, again.kept, again.here, again.divisor, again.ends_early)
+            self._send(again.part, again.scatter, again.kept, again.here, again.divisor, again.excused)
         sent = self._in_flight[0]
         with phase("shardstep::reduce"), self._failing():
             heard = sent.scatter.reports

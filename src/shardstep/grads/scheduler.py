@@ -288,11 +288,9 @@ class BackwardScheduler:
         kept |= shard.uncertain  # another rank may have used them in an earlier round; else there are zeros
         iteration.fresh.difference_update(shard.bucket.params)
         current = iteration.round
-        return (
-            Leaving(gradients, kept)
-            if current is None
-            else Leaving(gradients, kept, current.has_inputs, current.ends_early)
-        )
+        if current is None:
+            return Leaving(gradients, kept)
+        return Leaving(gradients, kept, current.has_inputs, None if current.ends_early else current.earlier)
 
     def _take_leftovers(self, indices: Iterable[int]) -> None:
         """A bucket of these parameters is about to be sent: take gradients that did not come by themselves."""

@@ -75,8 +75,7 @@ class UsedParameters:
             shard.uncertain = (shard.uncertain | (set(indices) - sent.kept)) - used
             return used | shard.uncertain
         if not self._transports.of(sent.part).reports:
-            if not sent.ends_early:
-                self._check_used(indices, sent)
+            self._check_used(indices, sent)
             return _used(indices, sent.here)
         heard = sent.scatter.reports
         if sent.here is None or heard is None:
@@ -85,9 +84,11 @@ class UsedParameters:
         return {index for index, there in zip(indices, anywhere, strict=True) if there}
 
     def _check_used(self, indices: Sequence[int], sent: InFlight) -> None:
-        """RuntimeError if a parameter has no gradient, neither of this round nor of one before it."""
-        for index, one in zip(indices, sent.here or (), strict=sent.here is not None):
-            if not one and index not in sent.kept and self._sharded.params[index].requires_grad:
+        """RuntimeError if a parameter got no gradient in this backward, as far as it has come."""
+        if sent.excused is None or sent.here is None:
+            return
+        for index, one in zip(indices, sent.here, strict=True):
+            if not one and index not in sent.excused and self._sharded.params[index].requires_grad:
                 raise RuntimeError(
                     "shard_gradients expects a gradient for every parameter that requires one, but "
                     f"{self._sharded.layout.spec_of[index].label} got none in this backward. Pass "
