@@ -144,3 +144,40 @@ def test_a_gradient_that_comes_in_parts_is_whole_and_nothing_is_taken_for_unused
     expected = shared_oracle(world)
     for weights in run_ranks(_train_shared, world, find_unused):
         same(weights, expected, SUMMED_OTHERWISE)
+
+
+class Lonely(Shared):
+    """The same, with a parameter that is used when somebody says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.extra, self.uses_extra = nn.Parameter(torch.ones((), dtype=torch.float64)), True
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return super().forward(batch) * (self.extra if self.uses_extra else 1.0)
+
+
+@on_device
+def _leave_out(rank: int, world: int, first: int) -> list[str]:
+    """What two backwards that add up end with, if a parameter is not used from the ``first`` of them on."""
+    model, told = Lonely().to(device()), []
+    optimizer = ZeroRedundancyOptimizer(
+        model.parameters(), torch.optim.SGD, lr=0.1, shard_gradients=True, bucket_cap_mb=1e-3
+    )
+    for number in range(2):
+        model.uses_extra = number < first
+        try:
+            model(torch.ones(2, 9, dtype=torch.float64, device=device()).requires_grad_()).sum().backward()
+            optimizer.clip_grad_norm_(1e9)  # a backward inside of others may leave the rest to whoever reads
+            told.append("")
+        except RuntimeError as error:
+            told.append(str(error))
+    del optimizer
+    return told
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_a_parameter_that_is_not_used_is_an_error_also_when_gradients_come_in_parts(first: int) -> None:
+    for told in run_ranks(_leave_out, max(sizes(1, 2)), first):
+        assert told[:first] == [""] * first
+        assert "got none in this backward" in told[first], told
