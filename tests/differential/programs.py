@@ -1,0 +1,179 @@
+"""What a program is made of: operations, written as one would type them. A program is a list of them.
+
+Every operation means the same to both sides: to DDP with the plain optimizer, and to ours (see ``sides.py``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Prints as a call that builds it again, without what is left at its default."""
+
+    def __repr__(self) -> str:
+        fields = self.__dataclass_fields__.values()
+        changed = [f"{field.name}={getattr(self, field.name)!r}" for field in fields if self._differs(field)]
+        return f"{type(self).__name__}({', '.join(changed)})"
+
+    def _differs(self, field: Any) -> bool:
+        return getattr(self, field.name) != field.default
+
+
+@dataclass(frozen=True, repr=False)
+class Backward(Operation):
+    """Forward and backward of the next batch.
+
+    ``skip`` leaves branches of the model out, on the rank ``only`` or (None) on all. ``sync=False`` is inside
+    ``no_sync``. ``scaled``: the loss goes through a GradScaler. ``bad``: on that rank the loss is infinite.
+    """
+
+    skip: tuple[int, ...] = ()
+    only: int | None = None
+    sync: bool = True
+    scaled: bool = False
+    bad: int | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Clip(Operation):
+    """``how`` is "torch" (``torch.nn.utils.clip_grad_norm_``), "ours" (the optimizer's), or "value"."""
+
+    max_norm: float = 0.01
+    norm_type: float = 2.0
+    how: Literal["torch", "ours", "value"] = "torch"
+
+
+@dataclass(frozen=True, repr=False)
+class Unscale(Operation):
+    pass
+
+
+@dataclass(frozen=True, repr=False)
+class ScalerStep(Operation):
+    """``scaler.step(optimizer)`` and ``scaler.update()``."""
+
+
+@dataclass(frozen=True, repr=False)
+class Step(Operation):
+    """``closure`` runs zero_grad, forward and backward; ``factor`` is an argument of the optimizer's own step."""
+
+    closure: bool = False
+    factor: float | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class ZeroGrad(Operation):
+    set_to_none: bool = True
+    by: Literal["optimizer", "model"] = "optimizer"
+
+
+@dataclass(frozen=True, repr=False)
+class Schedule(Operation):
+    pass
+
+
+@dataclass(frozen=True, repr=False)
+class SetLr(Operation):
+    group: int = 0
+    factor: float = 0.5
+
+
+@dataclass(frozen=True, repr=False)
+class Freeze(Operation):
+    """``requires_grad_(False)``, and DDP is built anew, as the guide asks for."""
+
+    index: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class Unfreeze(Operation):
+    """All that is frozen; DDP is built anew."""
+
+
+@dataclass(frozen=True, repr=False)
+class Rewrap(Operation):
+    """DDP is built anew around the same model, and so is its hook."""
+
+
+@dataclass(frozen=True, repr=False)
+class AddGroup(Operation):
+    """The layer that the optimizer did not have until now."""
+
+
+@dataclass(frozen=True, repr=False)
+class Edit(Operation):
+    index: int = 0
+    factor: float = 2.0
+
+
+@dataclass(frozen=True, repr=False)
+class LoadModel(Operation):
+    """``load_state_dict`` of the model, with other values."""
+
+
+@dataclass(frozen=True, repr=False)
+class Consolidate(Operation):
+    to: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class Exchange(Operation):
+    """Each side loads the state dict of the other: ours consolidates, the plain optimizer loads it, and back."""
+
+    to: int = 0
+
+
+@dataclass(frozen=True, repr=False)
+class Resume(Operation):
+    """Save, throw everything away, build it on ``ranks`` ranks in another ``mode`` (None: as it was), load."""
+
+    how: Literal["checkpoint", "asynchronous", "resume", "sharded", "get_state_dict", "torch"] = "checkpoint"
+    ranks: int | None = None
+    mode: str | None = None
+    cap: float | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Plain(Operation):
+    """Save a checkpoint, and load it into a plain optimizer and model of one process."""
+
+
+@dataclass(frozen=True, repr=False)
+class Raise(Operation):
+    """An exception in forward or backward, on ``rank`` or (None) on all; the batch is skipped with zero_grad."""
+
+    place: Literal["forward", "backward"] = "forward"
+    rank: int | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class RaiseInStep(Operation):
+    """The optimizer's own step raises, on every rank and before it changes anything."""
+
+
+@dataclass(frozen=True, repr=False)
+class Uneven(Operation):
+    """An epoch in a Join context: rank r has ``batches[r % len(batches)]`` batches."""
+
+    batches: tuple[int, ...] = (2, 1)
+    clip: float | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Switch(Operation):
+    """``eval()`` and ``train()`` of a schedule-free optimizer."""
+
+
+@dataclass(frozen=True, repr=False)
+class Look(Operation):
+    """Compare everything that can be asked for: gradients, state, groups, memory, replicas."""
+
+
+OPERATIONS = (
+    Backward, Clip, Unscale, ScalerStep, Step, ZeroGrad, Schedule, SetLr, Freeze, Unfreeze, Rewrap, AddGroup, Edit,
+    LoadModel, Consolidate, Exchange, Resume, Plain, Raise, RaiseInStep, Uneven, Switch, Look,
+)  # fmt: skip
+Program = tuple[Operation, ...]

@@ -1,0 +1,351 @@
+"""The two sides of a comparison: ``Plain`` is DDP with the plain optimizer, ``Sharded`` is ours.
+
+Both have the same methods, one for each thing that a program does, so that an operation is written once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.join import Join
+from torch.nn.parallel import DistributedDataParallel
+
+import shardstep
+from shardstep import ZeroRedundancyOptimizer
+from tests.differential.configurations import SIXTEEN, Configuration, optimizer_of
+from tests.differential.models import Expected, Net, batch
+from tests.differential.programs import Backward, Clip
+
+HOOKS: dict[str, tuple[Any, Any]] = {
+    "hook": (shardstep.hook_with_zero_step, allreduce_hook),
+    "interleaved": (shardstep.hook_with_zero_step_interleaved, allreduce_hook),
+    "hook scattering": (shardstep.hook_with_zero_step, shardstep.reduce_scatter_hook),
+    "interleaved scattering": (shardstep.hook_with_zero_step_interleaved, shardstep.reduce_scatter_hook),
+}
+
+
+class Side:
+    """A model, what it is wrapped in, and its optimizer, on one rank."""
+
+    wrapped: nn.Module
+    optimizer: Any
+
+    def __init__(self, config: Configuration, ranks: Any, rank: int, frozen: set[str], added: bool) -> None:
+        self.config, self.ranks, self.rank = config, ranks, rank
+        self.model = Net(config.model, config.dtype, seed=10 + rank)  # (DDP, or ours, begins with rank 0's)
+        for name, param in self.model.named_parameters():
+            param.requires_grad_(name not in frozen)
+        self.added = added
+        self.scheduler: Any = None
+        self.scaler = torch.amp.GradScaler(self.device, init_scale=2.0**10, growth_interval=2)
+
+    device = "cpu"
+
+    # --- building -------------------------------------------------------------------------------------------------
+
+    def params(self) -> list[tuple[str, nn.Parameter]]:
+        """What the optimizer has, by name, in its order."""
+        trained = self.model.trained()
+        ordered = [one for one in trained if one[1].dim() > 1] + [one for one in trained if one[1].dim() <= 1]
+        return ordered + ([(f"late.{name}", param) for name, param in self.model.late.named_parameters()] * self.added)
+
+    def groups(self, tensors: Callable[[nn.Parameter], Tensor] = lambda param: param) -> list[dict[str, Any]]:
+        """Matrices, vectors with other options, and what was added."""
+        others = optimizer_of(self.config.optimizer)[2]
+        trained = self.model.trained()
+        matrices = [one for one in trained if one[1].dim() > 1]
+        vectors = [one for one in trained if one[1].dim() <= 1]
+        found = [{"params": matrices}, *([{"params": vectors, **others}] if vectors else [])]
+        if self.added:
+            found.append(self.late_group())
+        for group in found:
+            names = [(name, tensors(param)) for name, param in group["params"]]
+            group["params"] = names if self.config.names else [tensor for _, tensor in names]
+        return found
+
+    def late_group(self) -> dict[str, Any]:
+        named = [(f"late.{name}", param) for name, param in self.model.late.named_parameters()]
+        return {"params": named, "lr": 0.03}
+
+    def move(self) -> None:
+        """To where it is trained."""
+        if self.config.memory_format == "channels_last":
+            self.model.to(memory_format=torch.channels_last)
+        self.model.to(self.device)
+
+    def wrap(self, find_unused: bool) -> None:
+        config = self.config
+        options = {} if config.ddp_cap is None else {"bucket_cap_mb": config.ddp_cap}
+        self.wrapped = DistributedDataParallel(
+            self.model,
+            process_group=self.ranks,
+            find_unused_parameters=find_unused,
+            static_graph=config.static_graph,
+            gradient_as_bucket_view=config.gradient_views,
+            **options,
+        )
+
+    # --- what a program does --------------------------------------------------------------------------------------
+
+    def loss(self, op: Backward, number: int, place: str = "") -> Tensor:
+        data = batch(number, self.rank, self.config.dtype).to(self.device)
+        skip = op.skip if op.only is None or op.only == self.rank else ()
+        result = self.wrapped(data, skip, place).square().mean()
+        return result * float("inf") if op.bad == self.rank else result
+
+    def backward(self, op: Backward, number: int, place: str = "") -> Tensor:
+        with contextlib.nullcontext() if op.sync else self.no_sync():
+            loss = self.loss(op, number, place)
+            (self.scaler.scale(loss) if op.scaled else loss).backward()
+        return loss.detach()
+
+    def no_sync(self) -> Any:
+        return self.wrapped.no_sync()
+
+    def step(self, **arguments: Any) -> Any:
+        return self.optimizer.step(**arguments)
+
+    def zero_grad(self, set_to_none: bool = True, by: str = "optimizer") -> None:
+        (self.optimizer if by == "optimizer" else self.model).zero_grad(set_to_none)
+
+    def clip(self, op: Clip) -> Tensor | None:
+        params = [param for _, param in self.params()]
+        if op.how == "value":
+            nn.utils.clip_grad_value_(params, op.max_norm)
+            return None
+        return nn.utils.clip_grad_norm_(params, op.max_norm, op.norm_type)
+
+    def schedule(self) -> None:
+        if self.scheduler is None:
+            self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.8)
+        self.scheduler.step()
+
+    def freeze(self, names: set[str]) -> None:
+        for name, param in self.model.named_parameters():
+            param.requires_grad_(name not in names)
+            if name in names:
+                param.grad = None
+        self.rewrap()
+
+    def rewrap(self) -> None:
+        raise NotImplementedError
+
+    def joinables(self) -> list[Any]:
+        return [self.wrapped]
+
+    def uneven(self, count: int, first: int, clip: float | None) -> None:
+        with Join(self.joinables()):
+            for number in range(first, first + count):
+                self.zero_grad()
+                self.backward(Backward(), number)
+                if clip is not None:
+                    self.clip_in_join(clip)
+                self.step()
+        self.zero_grad()
+
+    def clip_in_join(self, max_norm: float) -> None:
+        self.clip(Clip(max_norm))
+
+
+class Plain(Side):
+    """DDP with the plain optimizer; 16-bit parameters have float32 copies, made by hand."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.move()
+        self.rewrap()
+        kind, options, _ = optimizer_of(self.config.optimizer)
+        self.masters = {param: nn.Parameter(param.detach().float()) for _, param in self.params()} if self._by_hand else {}
+        self.optimizer = kind(self.groups(lambda param: self.masters.get(param, param)), **options)
+
+    @property
+    def _by_hand(self) -> bool:
+        return self.config.dtype in SIXTEEN.values()
+
+    def rewrap(self) -> None:
+        self.wrap(self.config.finds_unused)
+        if self.config.mode in ("hook", "interleaved"):  # DDP alone multiplies by 1/N, its hook divides by N
+            self.wrapped.register_comm_hook(self.ranks, allreduce_hook)
+
+    def zero_grad(self, set_to_none: bool = True, by: str = "optimizer") -> None:
+        super().zero_grad(set_to_none, by)
+        for param in self.masters:  # its optimizer has the copies
+            if set_to_none:
+                param.grad = None
+            elif param.grad is not None:
+                param.grad.zero_()
+
+    def add_group(self) -> None:
+        self.added, group = True, self.late_group()
+        for _, param in group["params"]:
+            param.grad = None
+            if self._by_hand:
+                self.masters[param] = nn.Parameter(param.detach().float())
+        named = [(name, self.masters.get(param, param)) for name, param in group["params"]]
+        group["params"] = named if self.config.names else [tensor for _, tensor in named]
+        self.optimizer.add_param_group(group)
+
+    def step(self, **arguments: Any) -> Any:
+        if not self._by_hand:
+            return super().step(**arguments)
+        loss = None
+        if "closure" in arguments:
+            loss = arguments.pop("closure")()
+        self.adopt()
+        for param, master in self.masters.items():
+            master.grad = None if param.grad is None else param.grad.float()
+        super().step(**arguments)
+        self.write_back()
+        return loss
+
+    @torch.no_grad()
+    def adopt(self) -> None:
+        """Copies of elements that were changed are what they were changed to."""
+        for param, master in self.masters.items():
+            master.copy_(torch.where(rounded(master, param.dtype) == param, master, param.float()))
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        for param, master in self.masters.items():
+            if param.requires_grad:
+                param.copy_(rounded(master, param.dtype))
+
+    def state_of(self, param: Tensor) -> dict[str, Any]:
+        self.adopt()
+        found = dict(self.optimizer.state.get(self.masters.get(param, param), {}))
+        if param in self.masters and found and found.get("step", 1) != 0:  # (Adagrad has state before its first step)
+            found["master_weight"] = self.masters[param]
+        return found
+
+    def gradient(self, param: Tensor) -> Tensor | None:
+        return param.grad
+
+
+class Alone(Side):
+    """A plain optimizer over a model in one process, without DDP."""
+
+    def __init__(self, config: Configuration, frozen: set[str], added: bool) -> None:
+        super().__init__(config, None, 0, frozen, added)
+        kind, options, _ = optimizer_of(config.optimizer)
+        self.optimizer = kind(self.groups(), **options)
+
+
+def rounded(value: Tensor, dtype: torch.dtype) -> Tensor:
+    """To nearest; what lies in the middle goes away from zero (docs/precision.md), where torch rounds to even."""
+    near = value.to(dtype)
+    away = (near.view(torch.int16) + 1).view(dtype)
+    in_the_middle = (value.double() - near.double()).abs() == (away.double() - value.double()).abs()
+    return torch.where(in_the_middle & (away.abs() > value.abs()), away, near)
+
+
+class Sharded(Side):
+    """Ours."""
+
+    optimizer: ZeroRedundancyOptimizer
+
+    def __init__(self, config: Configuration, ranks: Any, rank: int, frozen: set[str], added: bool, over: Any) -> None:
+        self.over = over  # the process group or mesh that the state is sharded over
+        self.device = config.device
+        super().__init__(config, ranks, rank, frozen, added)
+        if config.built == "first":
+            self._build()
+            with torch.no_grad():
+                for param in self.model.parameters():
+                    param.data = param.data.clone(memory_format=torch.preserve_format)
+            self.move()
+            self._connect()
+        else:
+            self.move()
+            self.wrapped = self.model
+            self._connect(self._build)
+
+    def _build(self) -> None:
+        config = self.config
+        kind, options, _ = optimizer_of(config.optimizer)
+        own: dict[str, Any] = {"shard": config.shard, "bucket_cap_mb": config.cap, "master_weights": config.masters}
+        own["parameters_as_bucket_view"] = config.mode == "views"
+        own["lazy_gather"] = config.mode in ("lazy", "sharded lazy")
+        own["overlap_with_ddp"] = config.steps_in_backward
+        if not config.uses_ddp:
+            own["shard_gradients"] = True
+            own["find_unused_parameters"] = config.find_unused
+            own |= {
+                "as it is": {},
+                "one in flight": {"gradient_buckets_in_flight": 1},
+                "at the end": {"overlap_backward": False},
+                "float32": {"reduce_dtype": torch.float32},
+            }[config.reducing]
+        self.optimizer = ZeroRedundancyOptimizer(self.groups(), kind, self.over, **own, **options)
+        if config.optimizer == "ScheduleFree":
+            self.optimizer.train()
+
+    def _connect(self, build: Callable[[], None] = lambda: None) -> None:
+        """Wrap the model as the mode wants it, build the optimizer meanwhile, and register hooks."""
+        config, self.wrapped = self.config, self.model
+        if config.uses_ddp:
+            self.wrap(config.find_unused)
+        build()
+        if config.mode == "under DDP":
+            shardstep.shard_ddp_gradients(self.wrapped, self.optimizer)
+        elif config.mode == "bare hook":
+            self.wrapped.register_comm_hook(self.optimizer, shardstep.reduce_scatter_hook)
+        elif config.mode in HOOKS:
+            stepping, reducing = HOOKS[config.mode]
+            self.wrapped.register_comm_hook(self.ranks, stepping(reducing, self.wrapped, self.optimizer))
+
+    def rewrap(self) -> None:
+        if self.config.uses_ddp:
+            self._connect()
+
+    def add_group(self) -> None:
+        self.added, group = True, self.late_group()
+        for _, param in group["params"]:
+            param.grad = None
+        group["params"] = group["params"] if self.config.names else [tensor for _, tensor in group["params"]]
+        self.optimizer.add_param_group(group)
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        with self.wrapped.no_sync() if self.config.uses_ddp else self.optimizer.no_sync():
+            yield
+
+    def clip(self, op: Clip) -> Tensor | None:
+        if op.how == "ours":
+            return self.optimizer.clip_grad_norm_(op.max_norm, op.norm_type)
+        return super().clip(op)
+
+    def clip_in_join(self, max_norm: float) -> None:
+        self.optimizer.clip_grad_norm_(max_norm)
+
+    def joinables(self) -> list[Any]:
+        return [self.wrapped, self.optimizer] if self.config.uses_ddp else [self.optimizer]
+
+    def gradient(self, param: Tensor) -> Tensor | None:
+        return self.optimizer.full_grad(param)
+
+
+def raises_expected(call: Callable[[], Any]) -> None:
+    """Run what is told to fail; it is an error if it does not."""
+    try:
+        call()
+    except Expected:
+        return
+    raise AssertionError("expected the exception of the program, but there was none")
+
+
+def ranks_of(count: int, which: str, world: int) -> list[int]:
+    """The processes that take part."""
+    return list(range(world - count, world)) if which == "last" else list(range(count))
+
+
+def share(value: Any, source: int) -> Any:
+    """``value`` of process ``source`` on all processes."""
+    box = [value]
+    dist.broadcast_object_list(box, source)
+    return box[0]

@@ -1,0 +1,123 @@
+"""Programs for a configuration, drawn by hypothesis: iterations as people write them, and what happens in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.differential.configurations import MODES, Configuration
+from tests.differential.models import BRANCHES
+from tests.differential.programs import (
+    AddGroup, Backward, Clip, Consolidate, Edit, Exchange, Freeze, LoadModel, Look, Operation, Plain, Program, Raise,
+    RaiseInStep, Resume, Rewrap, ScalerStep, Schedule, SetLr, Step, Switch, Unfreeze, Uneven, Unscale, ZeroGrad,
+)  # fmt: skip
+
+Phrase = tuple[Operation, ...]
+
+
+@st.composite
+def programs(draw: Any, config: Configuration, least: int = 4, most: int = 7) -> Program:
+    """Phrases one after the other. The first and the last are iterations: there is state, and it is used."""
+    between = st.one_of(iterations(config), iterations(config), changes(config))
+    phrases = draw(st.lists(between, min_size=least, max_size=most))
+    last = draw(iterations(config))
+    return tuple(op for phrase in (*phrases, last) for op in phrase)
+
+
+@st.composite
+def iterations(draw: Any, config: Configuration) -> Phrase:
+    """Clear, backward (several times if gradients are accumulated), clip or unscale, step, schedule."""
+    ops: list[Operation] = list(draw(_clearing(config)))
+    if draw(st.integers(0, 5)) == 5:
+        return (*ops, Step(closure=True), *draw(_scheduling()))
+    scaled = config.may_scale and draw(st.integers(0, 3)) == 3
+    bad = draw(st.sampled_from((None, None, 0, config.ranks - 1))) if scaled else None
+    accumulated = () if not config.may_accumulate else draw(st.sampled_from(((), (), (), (False,), (False, False), (True,))))
+    for sync in (*accumulated, True):
+        ops.append(draw(_backward(config, sync, scaled, bad if sync else None)))
+    if scaled:
+        clips = draw(st.sampled_from(((), (Unscale(),), (Unscale(), draw(_clipping(config))))))
+        ops += [*clips, ScalerStep()]
+    else:
+        if config.may_clip and draw(st.integers(0, 2)) == 2:
+            ops.append(draw(_clipping(config)))
+        if draw(st.integers(0, 7)) < 7:  # a step is left out now and then: gradients go on adding up
+            ops.append(Step(factor=draw(st.sampled_from((None, 0.5)))) if config.optimizer == "Tempered" else Step())
+    return (*ops, *draw(_scheduling()))
+
+
+def _clearing(config: Configuration) -> Any:
+    return st.sampled_from(
+        ((ZeroGrad(),), (ZeroGrad(),), (ZeroGrad(),), (ZeroGrad(set_to_none=False),), (ZeroGrad(), ZeroGrad()),
+         (ZeroGrad(by="model"),), ())
+    )  # fmt: skip
+
+
+def _scheduling() -> Any:
+    return st.sampled_from(((), (), (), (Schedule(),), (SetLr(group=1),), (SetLr(),)))
+
+
+@st.composite
+def _backward(draw: Any, config: Configuration, sync: bool, scaled: bool, bad: int | None) -> Backward:
+    skip, only = (), None
+    if config.may_skip:
+        skip = draw(st.sampled_from(((), (), (0,), (1,), (2,), (0, 1), tuple(range(BRANCHES)))))
+        only = draw(st.sampled_from((None, 0, config.ranks - 1))) if skip else None
+    return Backward(skip=skip, only=only, sync=sync, scaled=scaled, bad=bad)
+
+
+def _clipping(config: Configuration) -> Any:
+    ways = ("torch",) if config.sixteen else ("torch", "ours", "value")
+    orders = (2.0, 1.0) if config.model == "odd" else (2.0, 2.0, float("inf"), 1.0)  # (no elements have no maximum)
+    norms = st.sampled_from(orders)
+    return st.builds(Clip, max_norm=st.sampled_from((0.01, 0.3, 1e6)), norm_type=norms, how=st.sampled_from(ways))
+
+
+def changes(config: Configuration) -> Any:
+    """What happens between iterations, as far as this configuration allows it."""
+    index = st.integers(0, 11)
+    found = [
+        _phrase(st.builds(Freeze, index=index)),
+        _phrase(st.just(Unfreeze())),
+        _phrase(st.just(AddGroup())),
+        _phrase(st.builds(Consolidate, to=st.integers(0, 3))),
+        _phrase(st.builds(Exchange, to=st.integers(0, 3))),
+        _phrase(st.just(Look())),
+        resumes(config),
+        _phrase(st.just(Raise())),
+    ]
+    if config.uses_ddp:
+        found.append(_phrase(st.just(Rewrap())))
+    else:
+        found.append(_phrase(st.just(Raise(place="backward"))))
+    if config.may_edit:
+        found += [_phrase(st.builds(Edit, index=index)), _phrase(st.just(LoadModel()))]
+    if not config.sixteen:
+        found.append(_phrase(st.just(Plain())))
+    if config.optimizer == "Tempered" and not config.steps_in_backward:
+        found.append(st.just((ZeroGrad(), Backward(), RaiseInStep(), ZeroGrad())))
+    if config.optimizer == "ScheduleFree":
+        found.append(_phrase(st.just(Switch())))
+    if config.may_join:
+        clips = st.sampled_from((None, 0.05)) if not config.uses_ddp and not config.sixteen else st.none()
+        counts = st.sampled_from(((2, 1), (1, 3), (1, 2, 0), (0, 2), (2, 2)))
+        found.append(st.builds(lambda batches, clip: (ZeroGrad(), Uneven(batches, clip)), counts, clips))
+    return st.one_of(*found)
+
+
+def resumes(config: Configuration) -> Any:
+    ways = ("checkpoint", "asynchronous", "resume", "sharded", "get_state_dict", "torch")
+    return _phrase(
+        st.builds(
+            Resume,
+            how=st.sampled_from(ways),
+            ranks=st.sampled_from((None, 1, 2, 3, 4)),
+            mode=st.sampled_from((None, *MODES)),
+            cap=st.sampled_from((None, 0.0003, 0.002)),
+        )
+    )
+
+
+def _phrase(operation: Any) -> Any:
+    return operation.map(lambda op: (op,))

@@ -1,0 +1,506 @@
+"""One case on one rank: runs a program on both sides, operation by operation, and compares them after each."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardstep import checkpoint
+from tests.differential import leftovers
+from tests.differential.configurations import SIXTEEN, Configuration, Tempered, invalid
+from tests.differential.programs import (
+    AddGroup, Backward, Clip, Consolidate, Edit, Exchange, Freeze, LoadModel, Look, Operation, Program, Raise,
+    RaiseInStep, Resume, Rewrap, ScalerStep, Schedule, SetLr, Step, Switch, Unfreeze, Uneven, Unscale, ZeroGrad,
+)  # fmt: skip
+from tests.differential.programs import Plain as LoadPlain
+from tests.differential.sides import Alone, Plain, Sharded, Side, raises_expected, ranks_of, share
+
+
+class Mismatch(AssertionError):
+    """The two sides differ."""
+
+
+class Trial:
+    """``run`` executes a program; ``counts`` says which operations really ran."""
+
+    def __init__(self, config: Configuration, folder: Path) -> None:
+        self.folder, self.counts = folder, Counter[str]()
+        self.number = self.saves = 0  # of the next batch, of checkpoints
+        self.frozen: set[str] = set()
+        self.added = False
+        self.unsynced = False  # gradients of a backward in no_sync, which nobody has reduced yet
+        self.synced = 0  # reduced backwards since the gradients were cleared
+        self.stepped = False
+        self.exact = True
+        self._begin(config)
+
+    def _begin(self, config: Configuration) -> None:
+        """The process group of this configuration, and both sides on its ranks. Collective over all processes."""
+        self.config, world = config, dist.get_world_size()
+        self.members = ranks_of(config.ranks, config.group, world)
+        self.ranks: Any = dist.group.WORLD
+        if config.ranks < world:
+            self.ranks = dist.new_group(self.members)
+        over = self.ranks
+        if config.mesh is not None:
+            over = DeviceMesh(config.device, torch.tensor(self.members).view(config.mesh))
+        self.is_member = dist.get_rank() in self.members
+        self.exact = self.exact and config.bit_equal()
+        if not self.is_member:
+            return
+        self.rank = self.members.index(dist.get_rank())
+        arguments = config, self.ranks, self.rank, self.frozen, self.added
+        self.plain = Plain(*arguments)
+        self.ours = Sharded(*arguments, over if config.mesh or config.ranks < world else None)
+        self.sides: tuple[Side, Side] = (self.plain, self.ours)
+        if config.optimizer == "ScheduleFree":
+            self.plain.optimizer.train()
+
+    def run(self, program: Program) -> None:
+        for position, op in enumerate(program):
+            try:
+                if self.is_member or isinstance(op, Resume):
+                    self._do(op)
+            except Exception as error:
+                error.add_note(f"in operation {position}: {op!r}")
+                raise
+        try:
+            if self.is_member:
+                self._do(Look())
+        except Exception as error:
+            error.add_note("in the comparison at the end")
+            raise
+
+    def _do(self, op: Operation) -> None:
+        op = self._applied(op)
+        if op is None:
+            return
+        getattr(self, f"_{type(op).__name__.lower()}")(op)
+        self.counts[type(op).__name__] += 1
+        if self.is_member:
+            self._compare_weights()
+            if self.config.watch == "all":
+                self._compare_groups()
+
+    def _applied(self, op: Operation) -> Operation | None:
+        """What an operation is in this configuration, which a Resume may have changed; None if it has none."""
+        config = self.config
+        if isinstance(op, Backward):
+            skip, only = (op.skip, op.only) if config.may_skip else ((), None)
+            sync, scaled = op.sync or not config.may_accumulate, op.scaled and config.may_scale
+            return Backward(skip, only, sync, scaled, op.bad if scaled else None)
+        needed = {Clip: config.may_clip, Unscale: config.may_scale, ScalerStep: config.may_scale, Edit: config.may_edit,
+                  Uneven: config.may_join, LoadModel: config.may_edit, Rewrap: config.uses_ddp,
+                  Raise: op.place == "forward" or not config.uses_ddp if isinstance(op, Raise) else True,
+                  RaiseInStep: not config.steps_in_backward}  # fmt: skip
+        return op if needed.get(type(op), True) else None
+
+    # --- operations -----------------------------------------------------------------------------------------------
+
+    def _backward(self, op: Backward) -> None:
+        losses = [side.backward(op, self.number) for side in self.sides]
+        self.number += 1
+        self._same("the loss", losses[1], losses[0])
+        if op.sync:
+            self.synced += 1
+            self.exact = self.exact and not (self.synced > 1 and self.config.reduces)
+        self.unsynced = not op.sync
+        if op.sync and self.config.steps_in_backward:
+            self.plain.step()
+            self.stepped = True
+        if self.config.watch == "all" and not self.unsynced and op.bad is None:
+            self._compare_gradients()
+
+    def _clip(self, op: Clip) -> None:
+        self.exact = self.exact and not self.config.reduces and op.how != "ours"  # (which adds up in another order)
+        norms = [side.clip(op) for side in self.sides]
+        if norms[0] is not None:
+            self._same("the norm", norms[1].to(norms[0].dtype), norms[0])
+        if self.config.watch == "all":
+            self._compare_gradients()
+
+    def _unscale(self, op: Unscale) -> None:
+        for side in self.sides:
+            side.scaler.unscale_(side.optimizer)
+
+    def _scalerstep(self, op: ScalerStep) -> None:
+        for side in self.sides:
+            side.scaler.step(side.optimizer)
+            side.scaler.update()
+        self._same("the scale", self.ours.scaler.get_scale(), self.plain.scaler.get_scale())
+        self.stepped = True
+
+    def _step(self, op: Step) -> None:
+        arguments = {} if op.factor is None else {"factor": op.factor}
+        if not op.closure:
+            if not self.config.steps_in_backward:
+                self.plain.step(**arguments)
+            self.ours.step(**arguments)
+        else:
+            losses = [side.step(closure=self._closure(side), **arguments) for side in self.sides]
+            self._same("the loss", losses[1], losses[0])
+            self.number += 1
+            self.synced, self.unsynced = 1, False
+        self.stepped = True
+        self.ours.optimizer.check_replicas()
+        if self.config.watch == "all":
+            self._compare_state(self.number % len(self.ours.params()))
+
+    def _closure(self, side: Side) -> Callable[[], Tensor]:
+        def closure() -> Tensor:
+            side.zero_grad()
+            return side.backward(Backward(), self.number)
+
+        return closure
+
+    def _zerograd(self, op: ZeroGrad) -> None:
+        for side in self.sides:
+            side.zero_grad(op.set_to_none, op.by)
+        self.synced, self.unsynced = 0, False
+
+    def _schedule(self, op: Schedule) -> None:
+        for side in self.sides:
+            side.schedule()
+
+    def _setlr(self, op: SetLr) -> None:
+        for side in self.sides:
+            groups = side.optimizer.param_groups
+            group = groups[op.group % len(groups)]
+            group["lr"] = group["lr"] * op.factor
+
+    def _freeze(self, op: Freeze) -> None:
+        named = self.ours.params()
+        self.frozen = self.frozen | {named[op.index % len(named)][0]}
+        if len(self.frozen) == len(named):
+            self.frozen = set()  # DDP wants something to do
+        self._freeze_sides()
+
+    def _unfreeze(self, op: Unfreeze) -> None:
+        self.frozen = set()
+        self._freeze_sides()
+
+    def _freeze_sides(self) -> None:
+        for side in self.sides:
+            side.zero_grad()
+            side.freeze(self.frozen)
+        self.synced, self.unsynced = 0, False
+
+    def _rewrap(self, op: Rewrap) -> None:
+        for side in self.sides:
+            side.zero_grad()
+            side.rewrap()
+        self.synced, self.unsynced = 0, False
+
+    def _addgroup(self, op: AddGroup) -> None:
+        if not self.added:
+            for side in self.sides:
+                side.zero_grad()
+                side.add_group()
+        self.added = True
+        self.synced, self.unsynced = 0, False
+
+    @torch.no_grad()
+    def _edit(self, op: Edit) -> None:
+        for side in self.sides:
+            named = side.params()
+            named[op.index % len(named)][1].mul_(op.factor)
+
+    def _loadmodel(self, op: LoadModel) -> None:
+        for side in self.sides:
+            side.model.load_state_dict({name: value * 0.5 for name, value in side.model.state_dict().items()})
+
+    def _raise(self, op: Raise) -> None:
+        here = op.rank is None or op.rank == self.rank
+        if here:
+            raises_expected(lambda: self.ours.backward(Backward(), self.number, op.place))
+        else:
+            self.ours.backward(Backward(), self.number)
+        self.number += 1
+        for side in self.sides:
+            side.zero_grad()
+        self.synced, self.unsynced = 0, False
+
+    def _raiseinstep(self, op: RaiseInStep) -> None:
+        Tempered.failing = True
+        try:
+            self.ours.optimizer.step()
+        except RuntimeError as error:
+            if "own step failed" not in str(error):
+                raise
+        else:
+            raise Mismatch("a step that fails raised nothing")
+        finally:
+            Tempered.failing = False
+
+    def _uneven(self, op: Uneven) -> None:
+        counts = [op.batches[rank % len(op.batches)] for rank in range(self.config.ranks)]
+        for side in self.sides:
+            side.uneven(counts[self.rank], self.number, op.clip)
+        self.number += max(counts)
+        self._spread_plain(counts.index(max(counts)))
+        self.synced, self.unsynced, self.stepped = 0, False, True
+        self.exact = self.exact and not self.config.reduces
+        self.ours.optimizer.check_replicas()
+
+    def _spread_plain(self, source: int) -> None:
+        """The plain optimizer of a rank that ran out of inputs was not stepped: it takes over another one's."""
+        box = [(self.plain.model.state_dict(), self.plain.optimizer.state_dict(), list(self.plain.masters.values()))]
+        dist.broadcast_object_list(box, self.members[source], group=self.ranks)
+        weights, state, masters = box[0]
+        self._set_plain(weights, state, masters)
+
+    def _set_plain(self, weights: dict[str, Any], state: dict[str, Any], masters: list[Tensor]) -> None:
+        self.plain.model.load_state_dict(weights)
+        self.plain.optimizer.load_state_dict(state)
+        with torch.no_grad():
+            for own, given in zip(self.plain.masters.values(), masters, strict=True):
+                own.copy_(given)
+
+    def _switch(self, op: Switch) -> None:
+        for side in self.sides:
+            side.optimizer.eval()
+        self._compare_weights()
+        for side in self.sides:
+            side.optimizer.train()
+
+    # --- state ----------------------------------------------------------------------------------------------------
+
+    def _consolidate(self, op: Consolidate) -> None:
+        optimizer = self.ours.optimizer
+        to = op.to % optimizer.world_size
+        optimizer.consolidate_state_dict(to=to)
+        if optimizer.rank == to:
+            self._same("state_dict()", _without_masters(optimizer.state_dict()), self._plain_state_dict())
+
+    def _plain_state_dict(self) -> dict[str, Any]:
+        found = self.plain.optimizer.state_dict()
+        return {**found, "state": {key: entry for key, entry in found["state"].items() if entry}}
+
+    def _exchange(self, op: Exchange) -> None:
+        optimizer = self.ours.optimizer
+        to = op.to % optimizer.world_size
+        optimizer.consolidate_state_dict(to=to)
+        box = [optimizer.state_dict() if optimizer.rank == to else None]
+        dist.broadcast_object_list(box, self.members[to], group=self.ranks)
+        theirs = copy.deepcopy(self._plain_state_dict())
+        for position, (_, param) in enumerate(self.plain.params()):
+            if "master_weight" in (found := self.plain.state_of(param)):
+                theirs["state"][position]["master_weight"] = found["master_weight"].detach().clone()
+        for group, saved in zip(theirs["param_groups"], box[0]["param_groups"], strict=True):
+            group.update({key: value for key, value in saved.items() if key not in group})
+        self.plain.optimizer.load_state_dict(_without_masters(box[0], self.plain.optimizer))
+        optimizer.load_state_dict(theirs)
+
+    def _resume(self, op: Resume) -> None:
+        if self.is_member:
+            self.plain.adopt()
+            if op.how in ("sharded", "get_state_dict") and not all(self.plain.state_of(p) for _, p in self.plain.params()):
+                op = replace(op, how="checkpoint")  # DCP misses the keys of what has no state yet (issue 24)
+        first = self.members[0]
+        op = share(op, first)
+        self.saves = share(self.saves, first) + 1  # (whoever did not take part has not counted)
+        path, saved = self.folder / str(self.saves), None
+        if self.is_member:
+            saved = self._save(op.how, path)
+            masters = list(self.plain.masters.values())
+            saved = (saved, self.plain.model.state_dict(), self.plain.optimizer.state_dict(), masters, self.stepped)
+        saved, weights, state, masters, self.stepped = share(saved if self.is_member else (None,) * 5, first)
+        self.number, self.frozen, self.added = share((self.number, self.frozen, self.added), first)
+        self.synced, self.unsynced, self.exact = share((0, False, self.exact), first)
+        self.plain = self.ours = self.sides = None  # type: ignore[assignment]
+        self._begin(self._configured(op))
+        if self.is_member:
+            self._set_plain(weights, state, masters)
+            self._load(op.how, path, saved)
+            self._consolidate(Consolidate())
+
+    def _configured(self, op: Resume) -> Configuration:
+        """Another configuration, as near to what is asked for as it can be."""
+        wanted = self.config
+        for changes in ({"mode": op.mode}, {"ranks": op.ranks}, {"cap": op.cap}):
+            given = {key: value for key, value in changes.items() if value is not None}
+            if given.get("mode") in ("sharded", "sharded lazy"):
+                given |= {"static_graph": False, "gradient_views": False, "ddp_cap": None, "find_unused": False}
+            else:
+                given |= {"reducing": "as it is"} if "mode" in given else {}
+            changed = replace(wanted, **given)
+            wanted = wanted if invalid(changed) else changed
+        return wanted
+
+    def _save(self, how: str, path: Path) -> Any:
+        optimizer, model = self.ours.optimizer, self.ours.model
+        if how in ("checkpoint", "resume"):
+            checkpoint.save(path, optimizer, self.ours.wrapped, extra={"number": self.number})
+        elif how == "asynchronous":
+            checkpoint.save(path, optimizer, model, extra={"number": self.number}, asynchronous=True).wait()
+        elif how == "sharded":
+            form = {"model": model.state_dict(), "optim": optimizer.sharded_state_dict(model)}
+            dcp.save(form, checkpoint_id=path, process_group=self.ranks)
+        elif how == "get_state_dict":
+            weights, state = get_state_dict(self.ours.wrapped, optimizer)
+            dcp.save({"model": weights, "optim": state}, checkpoint_id=path, process_group=self.ranks)
+        else:
+            optimizer.consolidate_state_dict(to=0)
+            return (model.state_dict(), optimizer.state_dict()) if optimizer.rank == 0 else None
+        return None
+
+    def _load(self, how: str, path: Path, saved: Any) -> None:
+        optimizer, model = self.ours.optimizer, self.ours.model
+        if how in ("checkpoint", "asynchronous"):
+            extra = checkpoint.load(path, optimizer, self.ours.wrapped)
+            self._same("extra", extra, {"number": self.number})
+        elif how == "resume":
+            found = checkpoint.resume(path.parent, optimizer, model)
+            self._same("the directory", found and found[0].name, path.name)
+        elif how == "sharded":
+            form = {"model": model.state_dict(), "optim": optimizer.sharded_state_dict(model)}
+            dcp.load(form, checkpoint_id=path, process_group=self.ranks)
+            model.load_state_dict(form["model"])
+            optimizer.load_sharded_state_dict(form["optim"], model)
+        elif how == "get_state_dict":
+            weights, state = get_state_dict(self.ours.wrapped, optimizer)
+            dcp.load({"model": weights, "optim": state}, checkpoint_id=path, process_group=self.ranks)
+            set_state_dict(self.ours.wrapped, optimizer, model_state_dict=weights, optim_state_dict=state)
+        else:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+
+    def _plain(self, op: LoadPlain) -> None:
+        path = self.folder / f"plain {self.saves}"
+        self.saves += 1
+        checkpoint.save(path, self.ours.optimizer, self.ours.model)
+        if self.rank == 0:
+            fresh = Alone(self.config, self.frozen, self.added)
+            checkpoint.load(path, fresh.optimizer, fresh.model)
+            self._same("a plain model", fresh.model.state_dict(), self.plain.model.state_dict())
+            state = fresh.optimizer.state_dict()
+            self._same("a plain optimizer", {**state, "state": {k: v for k, v in state["state"].items() if v}}, self._plain_state_dict())
+
+    # --- comparisons ----------------------------------------------------------------------------------------------
+
+    def _look(self, op: Look) -> None:
+        self._compare_groups()
+        if not self.unsynced and self.config.optimizer != "ScheduleFree":  # (which overwrites gradients)
+            self._compare_gradients()
+        for position in range(len(self.ours.params())):
+            self._compare_state(position)
+        self.ours.optimizer.check_replicas()
+        self._consolidate(Consolidate())
+        if self.stepped:
+            self._compare_memory()
+
+    def _compare_weights(self) -> None:
+        theirs = dict(self.plain.model.named_parameters())
+        for name, param in self.ours.params():
+            self._same(name, param.detach(), theirs[name].detach())
+
+    def _compare_gradients(self) -> None:
+        if self.config.steps_in_backward:
+            return
+        theirs = dict(self.plain.params())
+        for name, param in self.ours.params():
+            ours, expected = self.ours.gradient(param), theirs[name].grad
+            if not param.requires_grad:
+                continue
+            if ours is None and expected is not None and not expected.any():
+                continue  # (DDP may leave zeros where nobody has used a parameter)
+            if ours is not None and self.config.reducing == "float32":
+                ours = ours.to(param.dtype)
+            self._same(f"the gradient of {name}", ours, expected)
+
+    def _compare_state(self, position: int) -> None:
+        name, param = self.ours.params()[position]
+        ours = self.ours.optimizer.full_state(param)
+        theirs = self.plain.state_of(dict(self.plain.params())[name])
+        self._same(f"the state of {name}", ours, theirs)
+
+    def _compare_groups(self) -> None:
+        for ours, theirs in zip(self.ours.optimizer.param_groups, self.plain.optimizer.param_groups, strict=True):
+            for key in theirs.keys() - {"params"}:
+                self._same(f"the option {key}", ours.get(key), theirs[key])
+
+    def _compare_memory(self) -> None:
+        """The state of a rank: 1/N of the plain one's, to the alignment; whole tensors are only as even as they are."""
+        report, ranks = self.ours.optimizer.memory(), self.ours.optimizer.world_size
+        plain = sum(
+            value.nbytes for state in self.plain.optimizer.state.values() for value in state.values()
+            if isinstance(value, Tensor) and value.dim()
+        )  # fmt: skip
+        held = torch.tensor([float(report.state)])
+        dist.all_reduce(held, group=self.ranks)
+        replicas = 1 if self.config.mesh is None or len(self.config.mesh) == 1 else self.config.mesh[0]
+        if held.item() < plain * replicas:
+            raise Mismatch(f"all ranks hold {held.item()} bytes of state, the plain optimizer {plain}")
+        slack = 400 * len(self.ours.params())
+        if self.config.shard == "element" and report.state > plain / ranks + slack:
+            raise Mismatch(f"a rank holds {report.state} bytes of state, the plain optimizer {plain}, {ranks} ranks")
+
+    def _same(self, what: str, ours: Any, theirs: Any) -> None:
+        found = difference(ours, theirs, None if self.exact else self._close(theirs))
+        if found:
+            raise Mismatch(f"{what}{found} (rank {self.rank}, {'bits' if self.exact else 'rounding'})")
+
+    def _close(self, value: Any) -> tuple[float, float]:
+        """rtol and atol where gradients are summed in another order: some thousand times the rounding."""
+        if self.config.dtype in SIXTEEN.values():
+            return 2e-2, 1e-3
+        return (1e-3, 1e-5) if self.config.dtype == torch.float32 or self._has_float32() else (1e-9, 1e-11)
+
+    def _has_float32(self) -> bool:
+        return self.config.model == "two dtypes" or self.config.reducing == "float32"
+
+
+def difference(ours: Any, theirs: Any, close: tuple[float, float] | None, where: str = "") -> str:
+    """The first place at which two nested values differ; empty if they do not."""
+    if isinstance(theirs, Tensor) and isinstance(ours, Tensor):
+        ours, theirs = ours.detach().cpu(), theirs.detach().cpu()
+        if (ours.dtype, ours.shape) != (theirs.dtype, theirs.shape):
+            return f"{where} is {ours.dtype} {tuple(ours.shape)} but {theirs.dtype} {tuple(theirs.shape)} is expected"
+        rtol, atol = close or (0.0, 0.0)
+        if torch.allclose(ours, theirs, rtol, atol, equal_nan=True):
+            return ""
+        return f"{where} differs by {(ours.double() - theirs.double()).abs().max().item():.3g} of {theirs.abs().max():.3g}"
+    if isinstance(theirs, dict) and isinstance(ours, dict):
+        if ours.keys() != theirs.keys():
+            return f"{where} has the keys {list(ours)} but {list(theirs)} are expected"
+        return next(filter(None, (difference(ours[key], theirs[key], close, f"{where}[{key!r}]") for key in theirs)), "")
+    if isinstance(theirs, (list, tuple)) and type(ours) is type(theirs) and len(ours) == len(theirs):
+        pairs = enumerate(zip(ours, theirs, strict=True))
+        return next(filter(None, (difference(a, b, close, f"{where}[{at}]") for at, (a, b) in pairs)), "")
+    if close and isinstance(theirs, float) and isinstance(ours, float):
+        return "" if abs(ours - theirs) <= close[1] + close[0] * abs(theirs) else f"{where} is {ours!r} but {theirs!r}"
+    return "" if type(ours) is type(theirs) and ours == theirs else f"{where} is {ours!r} but {theirs!r} is expected"
+
+
+def _without_masters(state_dict: dict[str, Any], like: Any = None) -> dict[str, Any]:
+    """As the plain optimizer has it: no masters, and no options that it does not have."""
+    entries = {key: {name: value for name, value in entry.items() if name != "master_weight"}
+               for key, entry in state_dict["state"].items()}  # fmt: skip
+    return {"state": {key: entry for key, entry in entries.items()}, "param_groups": state_dict["param_groups"]}
+
+
+def run(config: Configuration, program: Program, folder: Path) -> dict[str, int]:
+    """Run one case. Collective over all processes. Returns how often each operation ran."""
+    before = leftovers.Before()
+    trial = Trial(config, folder)
+    trial.run(program)
+    counts, member = dict(trial.counts), trial.is_member
+    dist.barrier()
+    del trial
+    if member:
+        before.check()
+    if dist.get_rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+    return counts
