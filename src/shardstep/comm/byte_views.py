@@ -9,6 +9,6 @@ from torch import Tensor
 def bytes_of(tensor: Tensor) -> Tensor:
     """The tensor's bytes, 1D, over the same memory if it is contiguous."""
     flat = tensor.detach().reshape(-1)
-    if flat.numel() == 1:  # contiguous whatever its stride is (``large[::4]``), and there is no view as bytes of others
-        flat = flat.as_strided((1,), (1,))
+    if flat.numel() < 2:  # contiguous whatever its stride is (``large[::4]``), and there is no view as bytes of others
+        flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
