@@ -136,11 +136,17 @@ class OptimizerBuilder:
 
     # --- making it ------------------------------------------------------------------------------------------------
 
-    def build(self, local_groups: Sequence[dict[str, Any]]) -> Optimizer:
-        """The local optimizer over these groups. ValueError if it is none that can be sharded."""
+    def build(self, local_groups: Sequence[dict[str, Any]], all_groups: Sequence[dict[str, Any]]) -> Optimizer:
+        """The local optimizer over these groups. ValueError if it is none that can be sharded.
+
+        ``all_groups``: the groups with the whole parameters of all ranks.
+        """
         try:
             optimizer = self._optimizer_class(list(local_groups), **self._defaults)
-        except (AttributeError, IndexError, KeyError) as error:  # not about what the user chose, which it would tell
+        except Exception as error:
+            _refuse_inner(self._over_all(all_groups))  # one of those inside may want what others own
+            if not isinstance(error, (AttributeError, IndexError, KeyError)):  # about what the user chose: it tells
+                raise
             raise ValueError(
                 f"{getattr(self._optimizer_class, '__name__', self._optimizer_class)} cannot be sharded: building it "
                 f"over parameter groups failed ({type(error).__name__}: {error}). Use an optimizer that takes groups."
@@ -150,12 +156,17 @@ class OptimizerBuilder:
                 f"optimizer_class expects to build a torch.optim.Optimizer but built a {type(optimizer).__qualname__}. "
                 "Pass the class of an optimizer, e.g. torch.optim.AdamW."
             )
-        for name, inner in inner_optimizers(optimizer):
-            raise ValueError(
-                f"{type(optimizer).__qualname__} cannot be sharded: it has a {type(inner).__qualname__} of its own "
-                f"inside (.{name}), whose state would not be sharded and not be saved. Use another optimizer."
-            )
+        _refuse_inner(optimizer)
         return optimizer
+
+    def _over_all(self, all_groups: Sequence[dict[str, Any]]) -> Optimizer | None:
+        """The optimizer over whole parameters, without memory for them; None if it cannot be built so."""
+        try:
+            return self.fresh_optimizer(
+                [{**g, "params": [torch.empty_like(p, device="meta") for p in g["params"]]} for g in all_groups]
+            )
+        except Exception:
+            return None
 
     def fresh_optimizer(self, param_groups: Sequence[dict[str, Any]]) -> Optimizer:
         """The local optimizer as it would be newly built: for optimizers that make state when they are built."""
@@ -206,6 +217,14 @@ def _stepped_tensor(params: Sequence[Tensor], mode: MasterMode) -> Tensor | None
     if like is None or mode_of(like.dtype, mode) is MasterMode.NONE:
         return like
     return torch.empty(0, dtype=torch.float32, device=like.device)
+
+
+def _refuse_inner(optimizer: Optimizer | None) -> None:
+    for name, inner in inner_optimizers(optimizer):
+        raise ValueError(
+            f"{type(optimizer).__qualname__} cannot be sharded: it has a {type(inner).__qualname__} of its own "
+            f"inside (.{name}), whose state would not be sharded and not be saved. Use another optimizer."
+        )
 
 
 def _check_optimizer_class(optimizer_class: Any) -> None:

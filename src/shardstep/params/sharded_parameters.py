@@ -109,7 +109,8 @@ class ShardedParameters:
         self._place(param_groups, [choose(group, wish, options_of(said), mode) for group, wish, said, mode in rows])
         if "auto" in granularities and self.rank == 0:
             self.builder.log_what_was_not_checked()
-        local = self.builder.build([self._local_group(group, position) for position, group in enumerate(param_groups)])
+        local_groups = [self._local_group(group, position) for position, group in enumerate(param_groups)]
+        local = self.builder.build(local_groups, param_groups)
         self.masters.complete_options(local.param_groups)
         return local
 
