@@ -115,12 +115,7 @@ class _SteppingHook:
                 "gathers of the two optimizers in different orders. Use hook_with_zero_step around it."
             )
         sharded = self._engine.sharded
-        if not sharded.lies_as_placed():
-            raise ValueError(
-                f"{name} expects parameters that lie in memory as they did when DDP was built, but "
-                "parameters_as_bucket_view made some contiguous. Drop it, or call model.to(memory_format="
-                "torch.contiguous_format) before DDP."
-            )
+        sharded.check_lies_as_placed(name)
         _check_reduces_for_all(name, ddp, sharded)
         self._usage: ParameterUsage | None = None
         self._source = self._connect(ddp)
@@ -167,7 +162,7 @@ class _SteppingHook:
         if not self._engine.sharded.lies_as_placed():
             raise RuntimeError(
                 "hook_with_zero_step expects parameters that lie in memory as they did when it was made, but a memory "
-                "format was changed. Wrap the model in DDP again."
+                "format was changed. Build DDP and the optimizer again."
             )
         self._step = self._engine.begin(self._zero.param_groups)
         self._devices = self._engine.sharded.devices_with_streams()

@@ -248,12 +248,7 @@ def _check_fits(call: str, optimizer: ZeroRedundancyOptimizer, ddp: DistributedD
                 f"{call} expects an optimizer over parameters of the DDP module, which it reduces, but "
                 f"{sharded.layout.spec_of[index].label} is {_strangeness(ddp, param)}. Have DDP reduce it, or drop it."
             )
-    if not sharded.lies_as_placed():
-        raise ValueError(
-            f"{call} expects parameters that lie in memory as they did when DDP was built, but "
-            "parameters_as_bucket_view made some contiguous. Drop it, or call model.to(memory_format="
-            "torch.contiguous_format) before DDP."
-        )
+    sharded.check_lies_as_placed(call)
 
 
 def _strangeness(ddp: DistributedDataParallel, param: torch.Tensor) -> str:

@@ -56,7 +56,7 @@ class DdpReducedGradients(SteppedByHook, ReducedGradients):
         if not self._sharded.lies_as_placed():
             raise RuntimeError(
                 "reduce_scatter_hook expects parameters that lie in memory as they did when DDP was built, but a "
-                "memory format was changed. Wrap the model in DDP again."
+                "memory format was changed. Build DDP and the optimizer again."
             )
         if has_inputs:
             self._scheduler.begin()

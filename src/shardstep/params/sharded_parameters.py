@@ -267,6 +267,19 @@ class ShardedParameters:
         """Whether all parameters lie in memory in the order in which they did when they were placed."""
         return self._memory.lies_as_placed(self.params)
 
+    def check_lies_as_placed(self, call: str) -> None:
+        """ValueError if not: DDP lays gradients out as the parameters lie when it is built, and so do pieces."""
+        if self.lies_as_placed():
+            return
+        why = "a memory format was changed since. Call model.to(memory_format=...)"
+        if self._views is not None and all(map(Tensor.is_contiguous, self.params.values())):
+            why = "parameters_as_bucket_view made some contiguous. Drop it, or call model.to(memory_format="
+            why += "torch.contiguous_format)"
+        raise ValueError(
+            f"{call} expects parameters that lie in memory as they did when the optimizer was built, but {why} before "
+            "you build DDP and the optimizer."
+        )
+
     def check_still_trained(self) -> None:
         """Raise if the model was given new parameters (``load_state_dict(assign=True)``) and trains without ours.
 
