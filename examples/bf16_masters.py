@@ -49,7 +49,12 @@ def train(
     gpt = byte_gpt(args.width, args.layers, args.heads).to(device, dtype)
     model = DistributedDataParallel(gpt, gradient_as_bucket_view=True)
     optimizer = ZeroRedundancyOptimizer(
-        gpt.parameters(), torch.optim.AdamW, lr=args.lr, betas=(0.9, 0.95), master_weights=masters, rounding_seed=seed
+        gpt.parameters(),
+        torch.optim.AdamW,
+        lr=args.lr,
+        betas=(0.9, 0.95),
+        master_weights=masters,
+        rounding_seed=seed if masters == "stochastic" else 0,
     )
     schedule = LambdaLR(optimizer, lambda step: warmup_cosine(step, args.steps))
     curve: Curve = {}

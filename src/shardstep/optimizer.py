@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,14 +21,14 @@ from shardstep.comm.rank_groups import DeviceMesh, PortableGroups, opening
 from shardstep.engine import Engine
 from shardstep.grads import clipping, loss_scale
 from shardstep.grads.ddp_buckets import evaluated_once
-from shardstep.grads.mode import GradientMode
+from shardstep.grads.mode import GradientMode, check_flags
 from shardstep.grads.parameter_gradients import ParameterGradients
 from shardstep.grads.settings import ReduceSettings
 from shardstep.join import JoinAttendance, UnevenInputs
 from shardstep.layout import plan
 from shardstep.layout.specs import Layout
 from shardstep.params import groups, replicas
-from shardstep.params.builder import OptimizerBuilder
+from shardstep.params.builder import OptimizerBuilder, check_spelling
 from shardstep.params.local_optimizer import copy_options
 from shardstep.params.lost_updates import LostUpdates
 from shardstep.params.master_modes import MasterWeights, checked_settings, take_modes
@@ -128,6 +129,16 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         **defaults: Any,
     ) -> None:
         with opening("ZeroRedundancyOptimizer", process_group) as open_groups:
+            check_flags(
+                parameters_as_bucket_view=parameters_as_bucket_view,
+                overlap_with_ddp=overlap_with_ddp,
+                shard_gradients=shard_gradients,
+                broadcast_parameters=broadcast_parameters,
+                overlap_backward=overlap_backward,
+                find_unused_parameters=find_unused_parameters,
+                lazy_gather=lazy_gather,
+            )
+            check_spelling(optimizer_class, defaults, _ARGUMENTS)
             reduce = ReduceSettings(reduce_dtype, gradient_buckets_in_flight, overlap_backward, find_unused_parameters)
             mode = GradientMode(shard_gradients, overlap_with_ddp, lazy_gather, broadcast_parameters, reduce)
             mode.check()
@@ -135,6 +146,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
             granularities = [groups.take_granularity(group, shard) for group in new_groups]
             masters = checked_settings(master_weights, rounding_seed)
             modes = take_modes(new_groups, masters.mode)
+            masters.check_seed(modes)
+            groups.refuse_arguments(new_groups, _ARGUMENTS)
             groups.name_empty_groups(new_groups)
             given = [dict(group) for group in new_groups]
             Optimizer.__init__(self, new_groups, dict(defaults))
@@ -145,7 +158,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
                 OptimizerBuilder(optimizer_class, defaults),
                 shard,
                 bucket_cap_mb,
-                views=bool(parameters_as_bucket_view),
+                views=parameters_as_bucket_view,
                 apart=mode.needs_own_tensors,
                 reduce_dtype=reduce_dtype,
                 plain_only=mode.needs_plain_tensors,
@@ -161,7 +174,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         sharded.settle()
         source.extend()
         engine = Engine(sharded, self.optim, consensus, source, lazy_gather)
-        self._assemble(engine, attendance, bool(parameters_as_bucket_view))
+        self._assemble(engine, attendance, parameters_as_bucket_view)
         if debug_is_on():
             logger.info("rank %d of %d: %s", self.rank, self.world_size, plan.layout_text(sharded.layout))
 
@@ -309,6 +322,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
                 group = groups.normalize_group(param_group)
                 granularity = groups.take_granularity(group, sharded.default_granularity)
                 (master_mode,) = take_modes([group], sharded.masters.settings.mode, first=count)
+                groups.refuse_arguments([group], _ARGUMENTS, first=count)
                 groups.name_empty_groups([*self.param_groups, group])
                 source.check_params(tensor for _, tensor in groups.named(group["params"]))
                 given = dict(group)
@@ -385,3 +399,6 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         """
         with self.engine.local.counting() as lost:
             yield lost
+
+
+_ARGUMENTS = [name for name in inspect.signature(ZeroRedundancyOptimizer).parameters if name != "defaults"]

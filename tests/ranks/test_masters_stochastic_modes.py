@@ -108,7 +108,7 @@ def test_the_bits_of_float16_are_the_same_wherever_gradients_come_from():
 def test_the_numbers_are_drawn_at_all():
     """The negative control: another seed gives other bits, and so do masters that are rounded to nearest."""
     expected = alone()
-    for options in ({"rounding_seed": 6}, {"master_weights": torch.float32}):
+    for options in ({"rounding_seed": 6}, {"master_weights": torch.float32, "rounding_seed": 0}):
         found = alone(**options)
         assert any(not torch.equal(found[name], expected[name]) for name in expected)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +17,13 @@ from shardstep.grads.settings import ReduceSettings
 from shardstep.grads.source import GradientSource
 from shardstep.params.ddp_wraps import check_not_in_ddp
 from shardstep.params.sharded_parameters import ShardedParameters
+
+
+def check_flags(**flags: Any) -> None:
+    """TypeError if one is no bool: "no" would count as True."""
+    for name, value in flags.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} expects a bool but got {value!r}. Pass True or False.")
 
 
 @dataclass(frozen=True)
@@ -51,10 +59,11 @@ class GradientMode:
                 "lazy_gather=True and overlap_with_ddp=True exclude each other: a DDP hook gathers the parameters "
                 "within backward. Drop one of them."
             )
-        if not self.shard_gradients and self.reduce != ReduceSettings():
+        if not self.shard_gradients and (self.reduce != ReduceSettings() or not self.broadcast_parameters):
             raise ValueError(
-                "reduce_dtype, gradient_buckets_in_flight, overlap_backward and find_unused_parameters expect an "
-                "optimizer that reduces the gradients itself. Add shard_gradients=True, or drop them."
+                "reduce_dtype, gradient_buckets_in_flight, overlap_backward, find_unused_parameters and "
+                "broadcast_parameters=False expect an optimizer that reduces the gradients itself. Add "
+                "shard_gradients=True, or drop them."
             )
         self.reduce.check()
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import difflib
+import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -235,6 +237,23 @@ def _check_optimizer_class(optimizer_class: Any) -> None:
         )
     if not callable(optimizer_class):
         raise TypeError(f"optimizer_class expects a class but got {optimizer_class!r}. Pass e.g. torch.optim.AdamW.")
+
+
+def check_spelling(optimizer_class: Any, given: Iterable[str], ours: Sequence[str]) -> None:
+    """TypeError if an argument that the class does not know is spelled nearly like one of ours."""
+    try:
+        known = inspect.signature(optimizer_class).parameters
+    except (TypeError, ValueError):  # it does not tell
+        return
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    for key in given:
+        meant = [] if key in known else difflib.get_close_matches(key, [*ours, *known], 1)
+        if meant and meant[0] in ours:
+            raise TypeError(
+                f"neither ZeroRedundancyOptimizer nor {getattr(optimizer_class, '__name__', optimizer_class)} has an "
+                f"argument {key!r}: did you mean `{meant[0]}`?"
+            )
 
 
 def _shape_of_options(options: dict[str, Any]) -> dict[str, Any]:

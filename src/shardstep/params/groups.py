@@ -105,6 +105,21 @@ def take_granularity(group: dict[str, Any], default: str) -> str:
     return granularity
 
 
+def refuse_arguments(groups: Sequence[dict[str, Any]], arguments: Sequence[str], first: int = 0) -> None:
+    """ValueError if a group has an argument of the optimizer that counts for all groups: it would be ignored.
+
+    ``first``: the position of the first of these groups. (What a group may choose was taken out, and ``rounding_seed``
+    is noted in groups.)
+    """
+    for position, group in enumerate(groups, first):
+        for key in (key for key in group if key in arguments and key not in ("params", "rounding_seed")):
+            raise ValueError(
+                f"parameter group {position} expects options of its optimizer, 'shard' or 'master_weights', but has "
+                f"{key!r}, which is the same for all groups. Pass {key} to ZeroRedundancyOptimizer, or build another "
+                "one for this group."
+            )
+
+
 def name_empty_groups(groups: Sequence[dict[str, Any]]) -> None:
     """torch wants names in all groups or in none: an empty group beside named ones has an empty list of names."""
     named = any("param_names" in group or any(map(_is_named, group["params"])) for group in groups)

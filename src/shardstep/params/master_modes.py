@@ -34,6 +34,14 @@ class MasterSettings(NamedTuple):
     mode: MasterMode = MasterMode.NONE  # of groups that say nothing
     seed: int = 0
 
+    def check_seed(self, modes: Sequence[MasterMode]) -> None:
+        """ValueError if there is a seed but nothing to use it for. ``modes``: of the groups."""
+        if self.seed and MasterMode.STOCHASTIC not in (self.mode, *modes):
+            raise ValueError(
+                f"rounding_seed={self.seed} expects master_weights='stochastic', of the optimizer or of a group: "
+                "nothing else rounds at random. Add it, or drop rounding_seed."
+            )
+
 
 def checked_settings(master_weights: Any, rounding_seed: Any) -> MasterSettings:
     """ValueError if an argument is invalid."""
