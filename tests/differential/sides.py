@@ -264,6 +264,8 @@ class Sharded(Side):
             self.move()
             self.wrapped = self.model
             self._connect(self._build)
+        if config.optimizer == "ScheduleFree":
+            self.optimizer.train()
 
     def _build(self) -> None:
         config = self.config
@@ -282,8 +284,6 @@ class Sharded(Side):
                 "float32": {"reduce_dtype": torch.float32},
             }[config.reducing]
         self.optimizer = ZeroRedundancyOptimizer(self.groups(), kind, self.over, **own, **options)
-        if config.optimizer == "ScheduleFree":
-            self.optimizer.train()
 
     def _connect(self, build: Callable[[], None] = lambda: None) -> None:
         """Wrap the model as the mode wants it, build the optimizer meanwhile, and register hooks."""

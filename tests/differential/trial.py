@@ -104,6 +104,7 @@ class Trial:
         needed = {Clip: config.may_clip, Unscale: config.may_scale, ScalerStep: config.may_scale, Edit: config.may_edit,
                   Uneven: config.may_join, LoadModel: config.may_edit, Rewrap: config.uses_ddp,
                   Raise: op.place == "forward" or not config.uses_ddp if isinstance(op, Raise) else True,
+                  AddGroup: config.optimizer != "Adagrad",  # (torch's makes no state for a group that is added)
                   RaiseInStep: not config.steps_in_backward}  # fmt: skip
         return op if needed.get(type(op), True) else None
 
@@ -247,7 +248,7 @@ class Trial:
     def _uneven(self, op: Uneven) -> None:
         counts = [op.batches[rank % len(op.batches)] for rank in range(self.config.ranks)]
         for side in self.sides:
-            side.uneven(counts[self.rank], self.number, op.clip)
+            side.uneven(counts[self.rank], self.number, None if self.config.uses_ddp else op.clip)
         self.number += max(counts)
         self._spread_plain(counts.index(max(counts)))
         self.synced, self.unsynced, self.stepped = 0, False, True
@@ -285,8 +286,7 @@ class Trial:
             self._same("state_dict()", _without_masters(optimizer.state_dict()), self._plain_state_dict())
 
     def _plain_state_dict(self) -> dict[str, Any]:
-        found = self.plain.optimizer.state_dict()
-        return {**found, "state": {key: entry for key, entry in found["state"].items() if entry}}
+        return _without_empty(self.plain.optimizer.state_dict())
 
     def _exchange(self, op: Exchange) -> None:
         optimizer = self.ours.optimizer
@@ -300,7 +300,7 @@ class Trial:
                 theirs["state"][position]["master_weight"] = found["master_weight"].detach().clone()
         for group, saved in zip(theirs["param_groups"], box[0]["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key not in group})
-        self.plain.optimizer.load_state_dict(_without_masters(box[0], self.plain.optimizer))
+        self.plain.optimizer.load_state_dict(_without_masters(box[0]))
         optimizer.load_state_dict(theirs)
 
     def _resume(self, op: Resume) -> None:
@@ -385,8 +385,10 @@ class Trial:
             fresh = Alone(self.config, self.frozen, self.added)
             checkpoint.load(path, fresh.optimizer, fresh.model)
             self._same("a plain model", fresh.model.state_dict(), self.plain.model.state_dict())
-            state = fresh.optimizer.state_dict()
-            self._same("a plain optimizer", {**state, "state": {k: v for k, v in state["state"].items() if v}}, self._plain_state_dict())
+            expected = Alone(self.config, self.frozen, self.added)  # (torch's own loading casts some numbers)
+            expected.optimizer.load_state_dict(self.plain.optimizer.state_dict())
+            ours, theirs = fresh.optimizer.state_dict(), expected.optimizer.state_dict()
+            self._same("a plain optimizer", _without_empty(ours), _without_empty(theirs))
 
     # --- comparisons ----------------------------------------------------------------------------------------------
 
@@ -453,10 +455,14 @@ class Trial:
             raise Mismatch(f"{what}{found} (rank {self.rank}, {'bits' if self.exact else 'rounding'})")
 
     def _close(self, value: Any) -> tuple[float, float]:
-        """rtol and atol where gradients are summed in another order: some thousand times the rounding."""
+        """rtol and atol where gradients are summed in another order.
+
+        Optimizers divide by the size of a gradient, so the rounding of one near zero becomes a larger one of its
+        weight: far above the last bit, and far below what a wrong gradient does (1e-3 and more).
+        """
         if self.config.dtype in SIXTEEN.values():
             return 2e-2, 1e-3
-        return (1e-3, 1e-5) if self.config.dtype == torch.float32 or self._has_float32() else (1e-9, 1e-11)
+        return (1e-3, 1e-5) if self.config.dtype == torch.float32 or self._has_float32() else (1e-7, 1e-8)
 
     def _has_float32(self) -> bool:
         return self.config.model == "two dtypes" or self.config.reducing == "float32"
@@ -484,11 +490,16 @@ def difference(ours: Any, theirs: Any, close: tuple[float, float] | None, where:
     return "" if type(ours) is type(theirs) and ours == theirs else f"{where} is {ours!r} but {theirs!r} is expected"
 
 
-def _without_masters(state_dict: dict[str, Any], like: Any = None) -> dict[str, Any]:
-    """As the plain optimizer has it: no masters, and no options that it does not have."""
+def _without_masters(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """As the plain optimizer has it."""
     entries = {key: {name: value for name, value in entry.items() if name != "master_weight"}
                for key, entry in state_dict["state"].items()}  # fmt: skip
-    return {"state": {key: entry for key, entry in entries.items()}, "param_groups": state_dict["param_groups"]}
+    return {**state_dict, "state": entries}
+
+
+def _without_empty(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Without entries that somebody made by looking for one."""
+    return {**state_dict, "state": {key: entry for key, entry in state_dict["state"].items() if entry}}
 
 
 def run(config: Configuration, program: Program, folder: Path) -> dict[str, int]:
