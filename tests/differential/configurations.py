@@ -196,7 +196,9 @@ class Configuration:
         sums = not self.reduces or (self.ranks <= 2 and self.mesh is None and self.reducing != "float32")
         sums = sums and not (self.reduces and self.precision.startswith("float16"))  # halves that underflow
         rows = self.optimizer == "Adafactor" and self.memory_format == "channels_last"  # sums in the order of memory
-        return sums and self.optimizer != "fused" and not rows
+        # A format that changes after the optimizer was built is undone by its step: convolutions then add otherwise.
+        changed = self.built == "first" and self.memory_format != "contiguous"
+        return sums and self.optimizer != "fused" and not rows and not changed
 
 
 AXES: dict[str, tuple[Any, ...]] = {
