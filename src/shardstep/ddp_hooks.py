@@ -36,7 +36,7 @@ from shardstep.comm.collectives import GradBucket
 from shardstep.comm.process_group import Group
 from shardstep.comm.streams import SideStreams
 from shardstep.engine import Step
-from shardstep.grads.ddp_buckets import DdpBucketGradients
+from shardstep.grads.ddp_buckets import BucketOrder, DdpBucketGradients
 from shardstep.grads.ddp_reduced import DdpReducedGradients
 from shardstep.grads.ddp_usage import ParameterUsage, UsageOfIteration
 from shardstep.optimizer import ZeroRedundancyOptimizer
@@ -117,6 +117,7 @@ class _SteppingHook:
         sharded = self._engine.sharded
         sharded.check_lies_as_placed(name)
         _check_reduces_for_all(name, ddp, sharded)
+        self._order = BucketOrder(ddp)
         self._usage: ParameterUsage | None = None
         self._source = self._connect(ddp)
         self._step: Step | None = None
@@ -134,13 +135,14 @@ class _SteppingHook:
 
     def __call__(self, state: Any, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         self._source.called()
-        if bucket.index() == 0:
+        number, is_last = self._order.place(bucket)
+        if number == 0:
             self._abort()
         with self._step.failing_together() if self._step is not None else nullcontext():
             future = self._hook(state, bucket)  # around reduce_scatter_hook it waits for other ranks
         step = self._step if self._step is not None else self._begin()
         self._queue.append((bucket, future))
-        if bucket.is_last():
+        if is_last:
             self._step = None
             try:
                 with self._streams.after_current(self._devices):

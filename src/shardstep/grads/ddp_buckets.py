@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 from shardstep.comm.collectives import GradBucket
 from shardstep.comm.consensus import RankConsensus
@@ -23,6 +24,7 @@ from shardstep.comm.process_group import open_side_group
 from shardstep.grads.ddp_usage import ParameterUsage
 from shardstep.grads.hook_state import HookState, SteppedByHook
 from shardstep.grads.parameter_gradients import ParameterGradients
+from shardstep.params.model_search import params_of_ddp
 from shardstep.params.sharded_parameters import ShardedParameters
 
 
@@ -137,6 +139,29 @@ class DdpBucketGradients(SteppedByHook, ParameterGradients):
                 "a copy expects an optimizer without hooks on its parameters, but overlap_with_ddp has some. Copy its "
                 "state dict instead."
             )
+
+
+class BucketOrder:
+    """Which of DDP's buckets comes: its number in this backward, and whether it is the last.
+
+    DDP tells. But in the first iteration of a static graph it hands over its buckets, one for every dtype and device,
+    when backward is over, and calls each of them number 0: there the last is the one with which all parameters came.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel | None) -> None:
+        reduced = params_of_ddp(ddp) if ddp is not None and ddp.static_graph else set()
+        self._awaited = {param for param in reduced if param.requires_grad}
+        self._count = 0  # of buckets that were called number 0, until all parameters came
+
+    def place(self, bucket: GradBucket) -> tuple[int, bool]:
+        """Once for every bucket: its number, and whether it is the last one."""
+        number, is_last = bucket.index(), bucket.is_last()
+        if number or not self._awaited:  # it is a later iteration (perhaps the hook was registered in one)
+            self._awaited.clear()
+            return number, is_last
+        self._awaited.difference_update(bucket.parameters())
+        self._count += 1
+        return self._count - 1, is_last or not self._awaited
 
 
 def evaluated_once(closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from shardstep.comm import collectives, torch_versions
 from shardstep.comm.collectives import GradBucket
 from shardstep.comm.process_group import Group
-from shardstep.grads.ddp_buckets import views_of
+from shardstep.grads.ddp_buckets import BucketOrder, views_of
 from shardstep.grads.ddp_reduced import DdpReducedGradients
 from shardstep.params.model_search import params_of_ddp
 from shardstep.params.sharded_parameters import ShardedParameters
@@ -52,6 +52,7 @@ class DdpFeed:
         self._group = group
         self._sources = [weakref.ref(source) for source, _ in members]  # who keep this object
         self._index_of = [sharded.index_of for _, sharded in members]
+        self._order = BucketOrder(ddp)
         self._has_taken_over = False
         self._contents: dict[int, _Contents] = {}  # of DDP's buckets, by their number
         self._stop_watching: Callable[[], Any] | None = None
@@ -95,15 +96,16 @@ class DdpFeed:
         """Collective. Reduce a bucket: what optimizers have to their shards, the rest to where it is."""
         has_inputs = torch._C._current_graph_task_id() >= 0
         sources = self._living_sources()
-        contents = self._contents_of(bucket) if has_inputs else self._look_into(bucket)
-        if bucket.index() == 0:
+        number, is_last = self._order.place(bucket)
+        contents = self._contents_of(bucket, number, is_last) if has_inputs else self._look_into(bucket)
+        if number == 0:
             self._take_over()
             for source in sources:
                 source.begin(has_inputs)
         future = self._reduce_foreign(bucket, contents, sources[0].divisor)
         for source, gradients in zip(sources, contents.owned, strict=True):
             source.take(gradients, has_inputs)
-        if bucket.is_last():
+        if is_last:
             for source in sources:
                 source.take_last()
             if has_inputs:
@@ -150,10 +152,10 @@ class DdpFeed:
 
     # --- buckets --------------------------------------------------------------------------------------------------
 
-    def _contents_of(self, bucket: GradBucket) -> _Contents:
+    def _contents_of(self, bucket: GradBucket, number: int, is_last: bool) -> _Contents:
         """What is in a bucket. As long as DDP does not rebuild its buckets it is known from the last time."""
         buffer, params = bucket.buffer(), bucket.parameters()
-        known = self._contents.get(bucket.index())
+        known = self._contents.get(number)
         if known is not None and _is_same(known, buffer, params):
             return known
         if known is not None and self._stop_watching is not None:  # it rebuilds them once
@@ -161,10 +163,10 @@ class DdpFeed:
         contents = self._look_into(bucket)
         precision = buffer.dtype.to_real()
         if all(param.dtype.to_real() == precision for param in params):  # else they are copies, of this time
-            self._contents[bucket.index()] = contents
-        if bucket.is_last():
-            for number in [number for number in self._contents if number > bucket.index()]:
-                del self._contents[number]
+            self._contents[number] = contents
+        if is_last:
+            for later in [later for later in self._contents if later > number]:
+                del self._contents[later]
         return contents
 
     def _look_into(self, bucket: GradBucket) -> _Contents:
