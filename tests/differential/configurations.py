@@ -63,6 +63,32 @@ class SignMomentum(Optimizer):
         param.sub_(state["mean"] * (group["lr"] / state["count"] ** 0.5))
 
 
+class Peculiar(Optimizer):
+    """Habits of other packages: steps write numbers into groups, keys are no texts, gradients are taken away."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "steps": 0, "total": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            used = [param for param in group["params"] if param.grad is not None]
+            if used:  # nothing is written into a group without gradients
+                group["steps"] += 1
+                group["total"] += group["lr"]
+            for param in used:
+                state = self.state[param]
+                state.setdefault(0, torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+                state["history"] = [*state.get("history", []), group["steps"]][-2:]
+                param.sub_(state[0] * group["lr"] / group["steps"])
+                param.grad = None
+        return loss
+
+
 # Class, options, options of the second group. Weight decay moves also what has a gradient of zero: a parameter that
 # must be left alone shows.
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
@@ -76,6 +102,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "NAdam": (torch.optim.NAdam, {"lr": 0.02}, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
     "Tempered": (Tempered, {"lr": 0.05, "momentum": 0.8}, {"lr": 0.02}),
     "SignMomentum": (SignMomentum, {"lr": 0.05}, {"beta": 0.5}),
+    "Peculiar": (Peculiar, {"lr": 0.05}, {"lr": 0.03}),
 }
 
 
@@ -108,7 +135,7 @@ class Configuration:
     ddp_cap: float | None = None  # MiB
     memory_format: str = "contiguous"
     transport: str = "shared memory"
-    reducing: str = "as it is"  # with sharded gradients: "one in flight", "at the end", "float32"
+    reducing: str = "as it is"  # with sharded gradients: "one in flight", "six in flight", "at the end", "float32"
     built: str = "last"  # or "first": before the model is wrapped and moved
     watch: str = "all"  # or "weights": ask for nothing that might help a step along
     device: str = "cpu"
@@ -185,7 +212,7 @@ class Configuration:
 
     @property
     def may_edit(self) -> bool:
-        return self.masters != "remainder"  # which keeps the lower bits of what is changed
+        return self.masters in (None, torch.float32)  # "remainder" keeps the lower bits of what is changed
 
     def bit_equal(self) -> bool:
         """Where the weights of DDP are promised to the bit.
@@ -204,7 +231,14 @@ class Configuration:
 AXES: dict[str, tuple[Any, ...]] = {
     "mode": MODES,
     "optimizer": (*OPTIMIZERS, "ScheduleFree"),
-    "precision": ("float64", "float32", "bfloat16 float32", "bfloat16 remainder", "float16 float32"),
+    "precision": (
+        "float64",
+        "float32",
+        "bfloat16 float32",
+        "bfloat16 remainder",
+        "float16 float32",
+        "bfloat16 stochastic",
+    ),
     "model": ("plain", "conv", "single", "odd", "two dtypes", "tied", "attention"),
     "ranks": (2, 3, 1, 4),
     "group": ("first", "last", "mesh", "mesh replicated"),
@@ -217,7 +251,7 @@ AXES: dict[str, tuple[Any, ...]] = {
     "ddp_cap": (None, 0.0005),
     "memory_format": ("contiguous", "channels_last"),
     "transport": ("shared memory", "sockets"),
-    "reducing": ("as it is", "one in flight", "at the end", "float32"),
+    "reducing": ("as it is", "one in flight", "six in flight", "at the end", "float32"),
     "built": ("last", "first"),
     "watch": ("all", "weights"),
 }
@@ -245,12 +279,23 @@ def invalid(c: Configuration) -> str:
         (c.static_graph and c.find_unused, "DDP: a static graph finds unused parameters by itself"),
         (c.shard == "element" and c.optimizer == "Adafactor", "refused: it needs whole tensors"),
         (c.optimizer == "Adafactor" and c.model == "odd", "it divides by the number of elements"),
+        (
+            c.optimizer == "fused" and (c.model == "odd" or c.memory_format != "contiguous"),
+            "torch's fused kernels take a gradient to lie in memory as its parameter does",
+        ),
+        (
+            c.optimizer == "ScheduleFree" and c.built == "first" and c.memory_format != "contiguous",
+            "train() undoes the format after DDP was built, which DDP does not notice",
+        ),
         (c.memory_format != "contiguous" and c.model != "conv", "no parameter has four dimensions"),
         (c.memory_format != "contiguous" and c.mode == "views", "refused, or made contiguous"),
         (c.memory_format != "contiguous" and c.built == "first" and c.mode in (*HOOKS, *REDUCING), "refused"),
         (sixteen and c.masters is None, "small updates are lost: nothing to compare with"),
         (sixteen and c.model == "two dtypes", "one dtype is 16 bits already"),
-        (sixteen and c.optimizer in ("fused", "Tempered", "ScheduleFree"), "not what the copies by hand do"),
+        (
+            sixteen and c.optimizer in ("fused", "Tempered", "ScheduleFree", "Peculiar"),
+            "not what the copies by hand do",
+        ),
         (sixteen and c.reduces and (c.ranks > 2 or c.mesh), "sums of 16 bits in another order are other numbers"),
         (sixteen and c.reducing == "float32", "the reference reduces in 16 bits"),
         (c.precision == "float32" and c.reduces and c.optimizer != "SGD", "last bits of float32 become first ones"),

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
-import weakref
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from shardstep import ZeroRedundancyOptimizer
 
@@ -43,7 +39,11 @@ def _threads() -> set[str]:
 
 def _slots() -> set[str]:
     """Of this process: those of others come and go. (A slot is unlinked when all have opened it.)"""
-    return {line.split()[-2] for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith("(deleted)") and "/dev/shm" in line}
+    return {
+        line.split()[-2]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if line.endswith("(deleted)") and "/dev/shm" in line
+    }
 
 
 def _hooks() -> set[str]:

@@ -24,7 +24,16 @@ from tests.differential.programs import Program
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.checkpoint.state_dict", "shardstep", "shardstep.checkpoint", "tests.differential.pool"]
+    [
+        "torch",
+        "torch.distributed",
+        "torch._dynamo",
+        "torch.distributed.checkpoint",
+        "torch.distributed.checkpoint.state_dict",
+        "shardstep",
+        "shardstep.checkpoint",
+        "tests.differential.pool",
+    ]
 )
 SIZE = 4
 CASES = 60  # after which the processes are started anew: side groups of deleted optimizers stay open (issue 26)

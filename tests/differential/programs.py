@@ -142,6 +142,23 @@ class Plain(Operation):
 
 
 @dataclass(frozen=True, repr=False)
+class Save(Operation):
+    """A checkpoint of this moment, which ``Restore`` goes back to; ``asynchronous`` trains on while it is written."""
+
+    asynchronous: bool = False
+
+
+@dataclass(frozen=True, repr=False)
+class Restore(Operation):
+    """Load the last ``Save`` into the optimizer and the model as they are now."""
+
+
+@dataclass(frozen=True, repr=False)
+class CopyModel(Operation):
+    """Copy the model, and pickle it: an optimizer leaves nothing on it that cannot be."""
+
+
+@dataclass(frozen=True, repr=False)
 class Raise(Operation):
     """An exception in forward or backward, on ``rank`` or (None) on all; the batch is skipped with zero_grad."""
 
@@ -156,10 +173,11 @@ class RaiseInStep(Operation):
 
 @dataclass(frozen=True, repr=False)
 class Uneven(Operation):
-    """An epoch in a Join context: rank r has ``batches[r % len(batches)]`` batches."""
+    """Epochs in a Join context, which is entered for each: rank r has ``batches[r % len(batches)]`` batches."""
 
     batches: tuple[int, ...] = (2, 1)
     clip: float | None = None
+    epochs: int = 1
 
 
 @dataclass(frozen=True, repr=False)
@@ -174,6 +192,6 @@ class Look(Operation):
 
 OPERATIONS = (
     Backward, Clip, Unscale, ScalerStep, Step, ZeroGrad, Schedule, SetLr, Freeze, Unfreeze, Rewrap, AddGroup, Edit,
-    LoadModel, Consolidate, Exchange, Resume, Plain, Raise, RaiseInStep, Uneven, Switch, Look,
+    LoadModel, Consolidate, Exchange, Resume, Plain, Save, Restore, CopyModel, Raise, RaiseInStep, Uneven, Switch, Look,
 )  # fmt: skip
 Program = tuple[Operation, ...]

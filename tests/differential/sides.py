@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardstep
 from shardstep import ZeroRedundancyOptimizer
-from tests.differential.configurations import SIXTEEN, Configuration, optimizer_of
+from tests.differential.configurations import Configuration, optimizer_of
 from tests.differential.models import Expected, Net, batch
 from tests.differential.programs import Backward, Clip
 
@@ -136,11 +136,12 @@ class Side:
     def rewrap(self) -> None:
         raise NotImplementedError
 
-    def joinables(self) -> list[Any]:
-        return [self.wrapped]
+    def join(self) -> Any:
+        return Join([self.wrapped])
 
-    def uneven(self, count: int, first: int, clip: float | None) -> None:
-        with Join(self.joinables()):
+    def uneven(self, count: int, first: int, clip: float | None, join: Any) -> None:
+        """One epoch; ``join`` is the context, new or from the epoch before."""
+        with join:
             for number in range(first, first + count):
                 self.zero_grad()
                 self.backward(Backward(), number)
@@ -154,19 +155,30 @@ class Side:
 
 
 class Plain(Side):
-    """DDP with the plain optimizer; 16-bit parameters have float32 copies, made by hand."""
+    """DDP with the plain optimizer; 16-bit parameters have float32 copies, made by hand.
 
-    def __init__(self, *args: Any) -> None:
+    Nobody else rounds at random as we do. There the reference is ours on one rank, ``alone``: the bits are promised to
+    be the same at any number of ranks, in any mode and after loading.
+    """
+
+    def __init__(self, *args: Any, alone: Any) -> None:
         super().__init__(*args)
         self.move()
         self.rewrap()
         kind, options, _ = optimizer_of(self.config.optimizer)
-        self.masters = {param: nn.Parameter(param.detach().float()) for _, param in self.params()} if self._by_hand else {}
+        if self.config.masters == "stochastic":
+            self.masters = {}
+            options |= {"master_weights": "stochastic", "bucket_cap_mb": 1}
+            self.optimizer = ZeroRedundancyOptimizer(self.groups(), kind, alone, **options)
+            return
+        self.masters = (
+            {param: nn.Parameter(param.detach().float()) for _, param in self.params()} if self._by_hand else {}
+        )
         self.optimizer = kind(self.groups(lambda param: self.masters.get(param, param)), **options)
 
     @property
     def _by_hand(self) -> bool:
-        return self.config.dtype in SIXTEEN.values()
+        return self.config.sixteen and self.config.masters != "stochastic"
 
     def rewrap(self) -> None:
         self.wrap(self.config.finds_unused)
@@ -217,14 +229,18 @@ class Plain(Side):
                 param.copy_(rounded(master, param.dtype))
 
     def state_of(self, param: Tensor) -> dict[str, Any]:
+        if self.config.masters == "stochastic":
+            return self.optimizer.full_state(param)
         self.adopt()
         found = dict(self.optimizer.state.get(self.masters.get(param, param), {}))
         if param in self.masters and found and found.get("step", 1) != 0:  # (Adagrad has state before its first step)
             found["master_weight"] = self.masters[param]
         return found
 
-    def gradient(self, param: Tensor) -> Tensor | None:
-        return param.grad
+    def state_dict(self) -> dict[str, Any]:
+        if self.config.masters == "stochastic":
+            self.optimizer.consolidate_state_dict()
+        return self.optimizer.state_dict()
 
 
 class Alone(Side):
@@ -280,6 +296,7 @@ class Sharded(Side):
             own |= {
                 "as it is": {},
                 "one in flight": {"gradient_buckets_in_flight": 1},
+                "six in flight": {"gradient_buckets_in_flight": 6},
                 "at the end": {"overlap_backward": False},
                 "float32": {"reduce_dtype": torch.float32},
             }[config.reducing]
@@ -323,8 +340,8 @@ class Sharded(Side):
     def clip_in_join(self, max_norm: float) -> None:
         self.optimizer.clip_grad_norm_(max_norm)
 
-    def joinables(self) -> list[Any]:
-        return [self.wrapped, self.optimizer] if self.config.uses_ddp else [self.optimizer]
+    def join(self) -> Any:
+        return Join([self.wrapped, self.optimizer] if self.config.uses_ddp else [self.optimizer])
 
     def gradient(self, param: Tensor) -> Tensor | None:
         return self.optimizer.full_grad(param)

@@ -9,8 +9,34 @@ from hypothesis import strategies as st
 from tests.differential.configurations import MODES, Configuration
 from tests.differential.models import BRANCHES
 from tests.differential.programs import (
-    AddGroup, Backward, Clip, Consolidate, Edit, Exchange, Freeze, LoadModel, Look, Operation, Plain, Program, Raise,
-    RaiseInStep, Resume, Rewrap, ScalerStep, Schedule, SetLr, Step, Switch, Unfreeze, Uneven, Unscale, ZeroGrad,
+    AddGroup,
+    Backward,
+    Clip,
+    Consolidate,
+    CopyModel,
+    Edit,
+    Exchange,
+    Freeze,
+    LoadModel,
+    Look,
+    Operation,
+    Plain,
+    Program,
+    Raise,
+    RaiseInStep,
+    Restore,
+    Resume,
+    Rewrap,
+    Save,
+    ScalerStep,
+    Schedule,
+    SetLr,
+    Step,
+    Switch,
+    Uneven,
+    Unfreeze,
+    Unscale,
+    ZeroGrad,
 )  # fmt: skip
 
 Phrase = tuple[Operation, ...]
@@ -33,7 +59,9 @@ def iterations(draw: Any, config: Configuration) -> Phrase:
         return (*ops, Step(closure=True), *draw(_scheduling()))
     scaled = config.may_scale and draw(st.integers(0, 3)) == 3
     bad = draw(st.sampled_from((None, None, 0, config.ranks - 1))) if scaled else None
-    accumulated = () if not config.may_accumulate else draw(st.sampled_from(((), (), (), (False,), (False, False), (True,))))
+    accumulated = (
+        () if not config.may_accumulate else draw(st.sampled_from(((), (), (), (False,), (False, False), (True,))))
+    )
     for sync in (*accumulated, True):
         ops.append(draw(_backward(config, sync, scaled, bad if sync else None)))
     if scaled:
@@ -86,6 +114,12 @@ def changes(config: Configuration) -> Any:
         _phrase(st.just(Look())),
         resumes(config),
         _phrase(st.just(Raise())),
+        _phrase(st.just(CopyModel())),
+        st.builds(
+            lambda asynchronous, between: (Save(asynchronous), *between, Restore()),
+            st.booleans(),
+            st.one_of(iterations(config), _phrase(st.builds(Freeze, index=index)), st.just(())),
+        ),
     ]
     if config.uses_ddp:
         found.append(_phrase(st.just(Rewrap())))
@@ -102,7 +136,14 @@ def changes(config: Configuration) -> Any:
     if config.may_join:
         clips = st.sampled_from((None, 0.05)) if not config.uses_ddp and not config.sixteen else st.none()
         counts = st.sampled_from(((2, 1), (1, 3), (1, 2, 0), (0, 2), (2, 2)))
-        found.append(st.builds(lambda batches, clip: (ZeroGrad(), Uneven(batches, clip)), counts, clips))
+        found.append(
+            st.builds(
+                lambda batches, clip, epochs: (ZeroGrad(), Uneven(batches, clip, epochs)),
+                counts,
+                clips,
+                st.sampled_from((1, 1, 2)),
+            )
+        )
     return st.one_of(*found)
 
 

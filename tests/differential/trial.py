@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import shutil
 from collections import Counter
 from collections.abc import Callable
@@ -21,8 +22,33 @@ from shardstep import checkpoint
 from tests.differential import leftovers
 from tests.differential.configurations import SIXTEEN, Configuration, Tempered, invalid
 from tests.differential.programs import (
-    AddGroup, Backward, Clip, Consolidate, Edit, Exchange, Freeze, LoadModel, Look, Operation, Program, Raise,
-    RaiseInStep, Resume, Rewrap, ScalerStep, Schedule, SetLr, Step, Switch, Unfreeze, Uneven, Unscale, ZeroGrad,
+    AddGroup,
+    Backward,
+    Clip,
+    Consolidate,
+    CopyModel,
+    Edit,
+    Exchange,
+    Freeze,
+    LoadModel,
+    Look,
+    Operation,
+    Program,
+    Raise,
+    RaiseInStep,
+    Restore,
+    Resume,
+    Rewrap,
+    Save,
+    ScalerStep,
+    Schedule,
+    SetLr,
+    Step,
+    Switch,
+    Uneven,
+    Unfreeze,
+    Unscale,
+    ZeroGrad,
 )  # fmt: skip
 from tests.differential.programs import Plain as LoadPlain
 from tests.differential.sides import Alone, Plain, Sharded, Side, raises_expected, ranks_of, share
@@ -43,6 +69,7 @@ class Trial:
         self.unsynced = False  # gradients of a backward in no_sync, which nobody has reduced yet
         self.synced = 0  # reduced backwards since the gradients were cleared
         self.stepped = False
+        self.saved: Any = None  # by Save
         self.exact = True
         self._begin(config)
 
@@ -56,13 +83,16 @@ class Trial:
         over = self.ranks
         if config.mesh is not None:
             over = DeviceMesh(config.device, torch.tensor(self.members).view(config.mesh))
+        alone: Any = None
+        if config.masters == "stochastic":  # the reference, see sides.Plain
+            alone = [dist.new_group([rank]) for rank in range(world)][dist.get_rank()]
         self.is_member = dist.get_rank() in self.members
         self.exact = self.exact and config.bit_equal()
         if not self.is_member:
             return
         self.rank = self.members.index(dist.get_rank())
         arguments = config, self.ranks, self.rank, self.frozen, self.added
-        self.plain = Plain(*arguments)
+        self.plain = Plain(*arguments, alone=alone)
         self.ours = Sharded(*arguments, over if config.mesh or config.ranks < world else None)
         self.sides: tuple[Side, Side] = (self.plain, self.ours)
         if config.optimizer == "ScheduleFree":
@@ -102,7 +132,7 @@ class Trial:
             sync, scaled = op.sync or not config.may_accumulate, op.scaled and config.may_scale
             return Backward(skip, only, sync, scaled, op.bad if scaled else None)
         needed = {Clip: config.may_clip, Unscale: config.may_scale, ScalerStep: config.may_scale, Edit: config.may_edit,
-                  Uneven: config.may_join, LoadModel: config.may_edit, Rewrap: config.uses_ddp,
+                  Uneven: config.may_join and (self.stepped or config.built == "last"), LoadModel: config.may_edit, Rewrap: config.uses_ddp,
                   Raise: op.place == "forward" or not config.uses_ddp if isinstance(op, Raise) else True,
                   AddGroup: config.optimizer != "Adagrad",  # (torch's makes no state for a group that is added)
                   RaiseInStep: not config.steps_in_backward}  # fmt: skip
@@ -127,7 +157,7 @@ class Trial:
     def _clip(self, op: Clip) -> None:
         self.exact = self.exact and not self.config.reduces and op.how != "ours"  # (which adds up in another order)
         norms = [side.clip(op) for side in self.sides]
-        if norms[0] is not None:
+        if norms[0] is not None and norms[1] is not None:
             self._same("the norm", norms[1].to(norms[0].dtype), norms[0])
         if self.config.watch == "all":
             self._compare_gradients()
@@ -145,6 +175,7 @@ class Trial:
 
     def _step(self, op: Step) -> None:
         arguments = {} if op.factor is None else {"factor": op.factor}
+        versions = self._frozen_versions()
         if not op.closure:
             if not self.config.steps_in_backward:
                 self.plain.step(**arguments)
@@ -155,9 +186,14 @@ class Trial:
             self.number += 1
             self.synced, self.unsynced = 1, False
         self.stepped = True
+        if versions != self._frozen_versions():  # a graph from before the step may need them
+            raise Mismatch("a step wrote to a frozen parameter")
         self.ours.optimizer.check_replicas()
         if self.config.watch == "all":
             self._compare_state(self.number % len(self.ours.params()))
+
+    def _frozen_versions(self) -> list[int]:
+        return [param._version for _, param in self.ours.params() if not param.requires_grad]
 
     def _closure(self, side: Side) -> Callable[[], Tensor]:
         def closure() -> Tensor:
@@ -247,17 +283,19 @@ class Trial:
 
     def _uneven(self, op: Uneven) -> None:
         counts = [op.batches[rank % len(op.batches)] for rank in range(self.config.ranks)]
-        for side in self.sides:
-            side.uneven(counts[self.rank], self.number, None if self.config.uses_ddp else op.clip)
-        self.number += max(counts)
-        self._spread_plain(counts.index(max(counts)))
+        contexts = [side.join() for side in self.sides]
+        for _ in range(op.epochs):
+            for side, context in zip(self.sides, contexts, strict=True):
+                side.uneven(counts[self.rank], self.number, None if self.config.uses_ddp else op.clip, context)
+            self.number += max(counts)
+            self._spread_plain(counts.index(max(counts)))
         self.synced, self.unsynced, self.stepped = 0, False, True
         self.exact = self.exact and not self.config.reduces
         self.ours.optimizer.check_replicas()
 
     def _spread_plain(self, source: int) -> None:
         """The plain optimizer of a rank that ran out of inputs was not stepped: it takes over another one's."""
-        box = [(self.plain.model.state_dict(), self.plain.optimizer.state_dict(), list(self.plain.masters.values()))]
+        box = [(self.plain.model.state_dict(), self.plain.state_dict(), list(self.plain.masters.values()))]
         dist.broadcast_object_list(box, self.members[source], group=self.ranks)
         weights, state, masters = box[0]
         self._set_plain(weights, state, masters)
@@ -286,7 +324,7 @@ class Trial:
             self._same("state_dict()", _without_masters(optimizer.state_dict()), self._plain_state_dict())
 
     def _plain_state_dict(self) -> dict[str, Any]:
-        return _without_empty(self.plain.optimizer.state_dict())
+        return _without_empty(self.plain.state_dict())
 
     def _exchange(self, op: Exchange) -> None:
         optimizer = self.ours.optimizer
@@ -306,25 +344,30 @@ class Trial:
     def _resume(self, op: Resume) -> None:
         if self.is_member:
             self.plain.adopt()
-            if op.how in ("sharded", "get_state_dict") and not all(self.plain.state_of(p) for _, p in self.plain.params()):
+            if op.how in ("sharded", "get_state_dict") and not self._all_have_state():
                 op = replace(op, how="checkpoint")  # DCP misses the keys of what has no state yet (issue 24)
         first = self.members[0]
         op = share(op, first)
         self.saves = share(self.saves, first) + 1  # (whoever did not take part has not counted)
         path, saved = self.folder / str(self.saves), None
         if self.is_member:
-            saved = self._save(op.how, path)
+            saved = self._write(op.how, path)
             masters = list(self.plain.masters.values())
-            saved = (saved, self.plain.model.state_dict(), self.plain.optimizer.state_dict(), masters, self.stepped)
+            saved = (saved, self.plain.model.state_dict(), self.plain.state_dict(), masters, self.stepped)
         saved, weights, state, masters, self.stepped = share(saved if self.is_member else (None,) * 5, first)
         self.number, self.frozen, self.added = share((self.number, self.frozen, self.added), first)
         self.synced, self.unsynced, self.exact = share((0, False, self.exact), first)
-        self.plain = self.ours = self.sides = None  # type: ignore[assignment]
+        if self.saved is not None:
+            self.saved[0].wait()
+        self.plain = self.ours = self.sides = self.saved = None  # type: ignore[assignment]
         self._begin(self._configured(op))
         if self.is_member:
             self._set_plain(weights, state, masters)
-            self._load(op.how, path, saved)
+            self._read(op.how, path, saved)
             self._consolidate(Consolidate())
+
+    def _all_have_state(self) -> bool:
+        return all(self.plain.state_of(param) for _, param in self.plain.params())
 
     def _configured(self, op: Resume) -> Configuration:
         """Another configuration, as near to what is asked for as it can be."""
@@ -339,7 +382,7 @@ class Trial:
             wanted = wanted if invalid(changed) else changed
         return wanted
 
-    def _save(self, how: str, path: Path) -> Any:
+    def _write(self, how: str, path: Path) -> Any:
         optimizer, model = self.ours.optimizer, self.ours.model
         if how in ("checkpoint", "resume"):
             checkpoint.save(path, optimizer, self.ours.wrapped, extra={"number": self.number})
@@ -356,7 +399,7 @@ class Trial:
             return (model.state_dict(), optimizer.state_dict()) if optimizer.rank == 0 else None
         return None
 
-    def _load(self, how: str, path: Path, saved: Any) -> None:
+    def _read(self, how: str, path: Path, saved: Any) -> None:
         optimizer, model = self.ours.optimizer, self.ours.model
         if how in ("checkpoint", "asynchronous"):
             extra = checkpoint.load(path, optimizer, self.ours.wrapped)
@@ -386,9 +429,36 @@ class Trial:
             checkpoint.load(path, fresh.optimizer, fresh.model)
             self._same("a plain model", fresh.model.state_dict(), self.plain.model.state_dict())
             expected = Alone(self.config, self.frozen, self.added)  # (torch's own loading casts some numbers)
-            expected.optimizer.load_state_dict(self.plain.optimizer.state_dict())
+            expected.optimizer.load_state_dict(self.plain.state_dict())
             ours, theirs = fresh.optimizer.state_dict(), expected.optimizer.state_dict()
             self._same("a plain optimizer", _without_empty(ours), _without_empty(theirs))
+
+    def _save(self, op: Save) -> None:
+        path = self.folder / f"saved {self.saves}"
+        self.saves += 1
+        handle = checkpoint.save(path, self.ours.optimizer, self.ours.model, keep=2, asynchronous=op.asynchronous)
+        self.plain.adopt()
+        masters = list(self.plain.masters.values())
+        saved = copy.deepcopy((self.plain.model.state_dict(), self.plain.state_dict(), masters))
+        self.saved = handle, path, saved, self.added
+
+    def _restore(self, op: Restore) -> None:
+        if self.saved is None or self.saved[-1] != self.added:
+            return
+        handle, path, saved, _ = self.saved
+        handle.wait()
+        for side in self.sides:
+            side.zero_grad()
+        self.synced, self.unsynced = 0, False
+        self._set_plain(*saved)
+        checkpoint.load(path, self.ours.optimizer, self.ours.model)
+
+    def _copymodel(self, op: CopyModel) -> None:
+        for side in self.sides:
+            side.zero_grad()
+        self.synced, self.unsynced = 0, False
+        for copied in (copy.deepcopy(self.ours.model), pickle.loads(pickle.dumps(self.ours.model))):
+            self._same("a copy of the model", copied.state_dict(), self.plain.model.state_dict())
 
     # --- comparisons ----------------------------------------------------------------------------------------------
 
@@ -430,12 +500,14 @@ class Trial:
 
     def _compare_groups(self) -> None:
         for ours, theirs in zip(self.ours.optimizer.param_groups, self.plain.optimizer.param_groups, strict=True):
-            for key in theirs.keys() - {"params"}:
+            for key in theirs.keys() - {"params", "steps", "total"}:  # what steps write, only owners have
                 self._same(f"the option {key}", ours.get(key), theirs[key])
 
     def _compare_memory(self) -> None:
         """The state of a rank: 1/N of the plain one's, to the alignment; whole tensors are only as even as they are."""
         report, ranks = self.ours.optimizer.memory(), self.ours.optimizer.world_size
+        if self.config.masters == "stochastic":
+            return
         plain = sum(
             value.nbytes for state in self.plain.optimizer.state.values() for value in state.values()
             if isinstance(value, Tensor) and value.dim()
@@ -477,11 +549,15 @@ def difference(ours: Any, theirs: Any, close: tuple[float, float] | None, where:
         rtol, atol = close or (0.0, 0.0)
         if torch.allclose(ours, theirs, rtol, atol, equal_nan=True):
             return ""
-        return f"{where} differs by {(ours.double() - theirs.double()).abs().max().item():.3g} of {theirs.abs().max():.3g}"
+        return (
+            f"{where} differs by {(ours.double() - theirs.double()).abs().max().item():.3g} of {theirs.abs().max():.3g}"
+        )
     if isinstance(theirs, dict) and isinstance(ours, dict):
         if ours.keys() != theirs.keys():
             return f"{where} has the keys {list(ours)} but {list(theirs)} are expected"
-        return next(filter(None, (difference(ours[key], theirs[key], close, f"{where}[{key!r}]") for key in theirs)), "")
+        return next(
+            filter(None, (difference(ours[key], theirs[key], close, f"{where}[{key!r}]") for key in theirs)), ""
+        )
     if isinstance(theirs, (list, tuple)) and type(ours) is type(theirs) and len(ours) == len(theirs):
         pairs = enumerate(zip(ours, theirs, strict=True))
         return next(filter(None, (difference(a, b, close, f"{where}[{at}]") for at, (a, b) in pairs)), "")
