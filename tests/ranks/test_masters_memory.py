@@ -41,14 +41,15 @@ def _rounded_at_random(rank, world, turned, block, options):
 
 @pytest.mark.parametrize("block", [1 << 17, 128])
 def test_random_numbers_are_for_elements_in_whatever_order_these_lie(block):
-    """With bucket views, or if it is cut, a parameter lies in the order of its elements; else as the user had it."""
+    """A parameter that is cut lies in the order of its elements, one in a bucket view as at first."""
     expected, _ = run_ranks(_rounded_at_random, 1, "never", block, {})[0]
     ways = [
         (1, "before", {}, False),
         (1, "afterwards", {}, False),
         (3, "afterwards", {"shard": "element"}, True),
         (3, "before", {"shard": "tensor"}, False),
-        (3, "before", {"parameters_as_bucket_view": True}, True),
+        (3, "before", {"parameters_as_bucket_view": True}, False),
+        (3, "afterwards", {"parameters_as_bucket_view": True}, True),
     ]
     for world, turned, options, expects_order in ways:
         found, lies_in_order = run_ranks(_rounded_at_random, world, turned, block, options)[0]

@@ -92,12 +92,12 @@ class BucketMasters:
             self.tensors[piece.param] = torch.nn.Parameter(hollow, requires_grad=param.requires_grad)
 
     def _find_runs(self, buffer: Tensor | None) -> list[Run]:
-        """Where the parameters are. With bucket views they lie as the masters do."""
+        """Where the parameters are. With bucket views they lie as the masters do, if those lie as they do."""
         places = [
             Place(piece.offset - self._base, piece.offset - self._base + piece.numel, span)
             for piece, span in zip(self.pieces, self._spans, strict=True)
         ]
-        if buffer is None:
+        if buffer is None or not (self._as_they_lie or all(map(Tensor.is_contiguous, self._spans))):
             return runs_of(places, self.device, self._as_they_lie)
         return [Run(self._start, self.numel, places, buffer[self._base + self._start : self._base + self.numel])]
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from shardstep.layout.specs import Bucket, Layout
+from shardstep.params.memory_order import order_of
 
 
 class BucketViews:
@@ -34,7 +35,11 @@ class BucketViews:
         numel = max(bucket.numel, (bucket.equal_shard or 0) * world_size)
         buffer = torch.zeros(numel, dtype=like.dtype, device=like.device)
         for index, offset, size in zip(bucket.params, bucket.offsets, bucket.numels, strict=True):
-            self._views[index] = buffer[offset : offset + size].view(params[index].shape)
+            # In the order of its memory: a DDP that was built before has its gradient in that order.
+            like = self._views.get(index, params[index])
+            span = buffer[offset : offset + size]
+            view = span.view(like.shape) if order_of(like) is None else span.as_strided(like.shape, like.stride())
+            self._views[index] = view
         return buffer
 
     def bind(self, params: Mapping[int, Tensor]) -> None:
