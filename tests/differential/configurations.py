@@ -64,10 +64,10 @@ class SignMomentum(Optimizer):
 
 
 class Peculiar(Optimizer):
-    """Habits of other packages: steps write numbers into groups, keys are no texts, gradients are taken away."""
+    """Habits of other packages: whole tensors, numbers in groups, keys that are no texts, gradients taken away."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr, "steps": 0, "total": 0.0})
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -77,14 +77,13 @@ class Peculiar(Optimizer):
                 loss = closure()
         for group in self.param_groups:
             used = [param for param in group["params"] if param.grad is not None]
-            if used:  # nothing is written into a group without gradients
-                group["steps"] += 1
-                group["total"] += group["lr"]
+            if group["params"]:  # into an empty group it writes nothing
+                group["steps"] = group.get("steps", 0) + 1
             for param in used:
                 state = self.state[param]
-                state.setdefault(0, torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+                mean = state.setdefault(0, torch.zeros_like(param)).mul_(0.9).add_(param.grad)
                 state["history"] = [*state.get("history", []), group["steps"]][-2:]
-                param.sub_(state[0] * group["lr"] / group["steps"])
+                param.sub_(mean * (group["lr"] / (1 + mean.abs().amax()))))
                 param.grad = None
         return loss
 
@@ -277,8 +276,8 @@ def invalid(c: Configuration) -> str:
         (not c.uses_ddp and c.find_unused and c.device == "cpu", "on the CPU it has no effect without DDP"),
         (c.mode not in ("sharded", "sharded lazy") and c.reducing != "as it is", "an option of shard_gradients"),
         (c.static_graph and c.find_unused, "DDP: a static graph finds unused parameters by itself"),
-        (c.shard == "element" and c.optimizer == "Adafactor", "refused: it needs whole tensors"),
-        (c.optimizer == "Adafactor" and c.model == "odd", "it divides by the number of elements"),
+        (c.shard == "element" and c.optimizer in ("Adafactor", "Peculiar"), "refused: it needs whole tensors"),
+        (c.optimizer in ("Adafactor", "Peculiar") and c.model == "odd", "it divides by the number of elements"),
         (
             c.optimizer == "fused" and (c.model == "odd" or c.memory_format != "contiguous"),
             "torch's fused kernels take a gradient to lie in memory as its parameter does",

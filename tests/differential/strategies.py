@@ -130,7 +130,7 @@ def changes(config: Configuration) -> Any:
     if not config.sixteen:
         found.append(_phrase(st.just(Plain())))
     if config.optimizer == "Tempered" and not config.steps_in_backward:
-        found.append(st.just((ZeroGrad(), Backward(), RaiseInStep(), ZeroGrad())))
+        found.append(st.just((ZeroGrad(), Backward(), RaiseInStep(), Step())))
     if config.optimizer == "ScheduleFree":
         found.append(_phrase(st.just(Switch())))
     if config.may_join:

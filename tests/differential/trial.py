@@ -500,7 +500,7 @@ class Trial:
 
     def _compare_groups(self) -> None:
         for ours, theirs in zip(self.ours.optimizer.param_groups, self.plain.optimizer.param_groups, strict=True):
-            for key in theirs.keys() - {"params", "steps", "total"}:  # what steps write, only owners have
+            for key in theirs.keys() - {"params", "steps"}:  # what steps write, only owners have
                 self._same(f"the option {key}", ours.get(key), theirs[key])
 
     def _compare_memory(self) -> None:
