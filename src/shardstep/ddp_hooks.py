@@ -26,9 +26,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 from shardstep.comm import process_group
@@ -121,6 +123,7 @@ class _SteppingHook:
         self._usage: ParameterUsage | None = None
         self._source = self._connect(ddp)
         self._step: Step | None = None
+        self._is_watched = False  # whether the gradients of the first step are changed afterwards
         self._streams = SideStreams()  # of the steps, see [Note: streams]
         self._devices: list[torch.device] = []  # that have streams
         self._queue: deque[tuple[GradBucket, torch.futures.Future[torch.Tensor]]] = deque()  # reduced or about to be
@@ -150,6 +153,9 @@ class _SteppingHook:
             finally:
                 self._streams.join(self._devices)
             self._end_backward()
+            if not self._is_watched and torch._C._current_graph_task_id() >= 0:  # once: a loop does the same every time
+                self._is_watched, queue = True, Variable._execution_engine.queue_callback
+                queue(partial(queue, self._source.watch))  # DDP's own callback comes between the two
         elif self._interleaved and (self._usage is None or self._usage.is_known):
             try:
                 with self._streams.after_current(self._devices):

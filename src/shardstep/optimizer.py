@@ -189,8 +189,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """For torch's GradScaler: whether ``step`` takes the scale itself."""
-        return loss_scale.takes_scale(self.engine.sharded)
+        """For torch's GradScaler: whether ``step`` takes the scale itself, or refuses it."""
+        return self.engine.source.steps_in_backward or loss_scale.takes_scale(self.engine.sharded)
 
     # --- step -----------------------------------------------------------------------------------------------------
 
@@ -208,6 +208,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         this only runs the closure, if there is one.
         """
         engine = self.engine
+        if engine.source.steps_in_backward and loss_scale.is_scaled(self):
+            raise loss_scale.stepped_already()
         if loss_scale.must_be_skipped(self):
             return None
         if engine.source.may_step_in_backward and callable(closure):

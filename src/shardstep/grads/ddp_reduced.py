@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from shardstep.comm.consensus import RankConsensus
+from shardstep.grads import loss_scale
 from shardstep.grads.attendance import Attendance, step_is_missing
 from shardstep.grads.ddp_scheduler import DdpScheduler
 from shardstep.grads.hook_state import HookState, SteppedByHook
@@ -134,6 +135,11 @@ class DdpReducedGradients(SteppedByHook, ReducedGradients):
 
     def check_complete(self) -> None:
         """RuntimeError if DDP has not handed over a gradient. (It raises when the last bucket comes.)"""
+
+    def unscale(self, like: Tensor, found_inf: Tensor, inverse_scale: Tensor) -> None:
+        if self.steps_in_backward:
+            raise loss_scale.stepped_already()
+        super().unscale(like, found_inf, inverse_scale)
 
     # --- for the user ---------------------------------------------------------------------------------------------
 

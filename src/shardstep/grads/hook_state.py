@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import Enum, auto
 
 from torch import Tensor
 
 from shardstep.grads.source import GradientSource
+from shardstep.params.sharded_parameters import ShardedParameters
 
 
 class HookState(Enum):
@@ -20,6 +23,8 @@ class SteppedByHook(GradientSource):
     """A source of gradients for which a stepping hook may be made. A mixin: the gradients are another class's."""
 
     _hook = HookState.NONE
+    _sharded: ShardedParameters
+    _used: tuple[Tensor, int] | None = None  # after the first step in backward: a gradient of it, and its version
 
     @property
     def steps_in_backward(self) -> bool:  # type: ignore[override]
@@ -38,7 +43,25 @@ class SteppedByHook(GradientSource):
         """DDP has called the hook. Only now: one that was never registered must not stop ``step``."""
         if self._hook is HookState.NONE:
             raise AssertionError("a hook that was not made cannot be called")
-        self._hook = HookState.CALLED
+        self._hook, self._used = HookState.CALLED, None
+
+    def watch(self) -> None:
+        """Backward has made a step and is over: whoever changes the gradients now is warned by ``zero_grad``."""
+        gradients = [param.grad for param in self._sharded.params.values() if param.grad is not None]
+        smallest = min(gradients, key=Tensor.numel, default=None)  # clipping and unscaling change all of them
+        self._used = None if smallest is None else (smallest, smallest._version)
+
+    @contextmanager
+    def cleared(self, set_to_none: bool) -> Iterator[None]:
+        if self._used is not None and self._used[0]._version != self._used[1]:
+            warnings.warn(
+                "the gradients were changed after backward (clip_grad_norm_?), but a DDP hook had made the step by "
+                "then, with the gradients as they were. Drop overlap_with_ddp to change them before the step.",
+                stacklevel=4,
+            )
+        self._used = None
+        with super().cleared(set_to_none):
+            yield
 
     def clip(self, params: Sequence[Tensor], max_norm: float, order: float, error_if_nonfinite: bool) -> Tensor:
         if self._hook is not HookState.NONE:

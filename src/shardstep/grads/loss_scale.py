@@ -4,6 +4,9 @@
 the optimizer says that its step takes the scale itself (``_step_supports_amp_scaling``, as fused optimizers of torch
 do). ``scaler.step(optimizer)`` then looks for infs and passes both on; gradients are divided after they were cast to
 float32.
+
+A stepping hook (``ddp_hooks.py``) steps before the scaler is asked, and a scaled loss looks like any other. So that
+optimizer says so, too, and its step refuses the scale when it comes.
 """
 
 from __future__ import annotations
@@ -23,6 +26,20 @@ from shardstep.params.sharded_parameters import ShardedParameters
 def takes_scale(sharded: ShardedParameters) -> bool:
     """Whether steps take the scale: there are float16 parameters with masters."""
     return any(spec.dtype == "float16" and spec.master != MasterMode.NONE.value for spec in sharded.layout.specs)
+
+
+def is_scaled(optimizer: Any) -> bool:
+    """Whether it is a scaler that calls ``step``, of an optimizer that takes the scale."""
+    return hasattr(optimizer, "found_inf")
+
+
+def stepped_already() -> RuntimeError:
+    """What to raise if a scaler comes after a step in backward."""
+    return RuntimeError(
+        "GradScaler expects an optimizer that steps when it is told to, but a DDP hook made the step in backward, with "
+        "gradients that were still multiplied by the scale: the parameters are wrong now. Drop overlap_with_ddp, or "
+        "the scaler (bfloat16 needs none), and start again."
+    )
 
 
 def must_be_skipped(optimizer: Any) -> bool:
