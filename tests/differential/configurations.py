@@ -83,7 +83,7 @@ class Peculiar(Optimizer):
                 state = self.state[param]
                 mean = state.setdefault(0, torch.zeros_like(param)).mul_(0.9).add_(param.grad)
                 state["history"] = [*state.get("history", []), group["steps"]][-2:]
-                param.sub_(mean * (group["lr"] / (1 + mean.abs().amax()))))
+                param.sub_(mean * (group["lr"] / (1 + mean.abs().amax())))
                 param.grad = None
         return loss
 
