@@ -123,15 +123,16 @@ class Engine:
         self.local = LocalUpdate(sharded, optimizer)
         self.consensus = consensus
         self.source = source
+        self._replaced: GradientSource | None = None  # the source before
         self.progress = Progress()
         self._lazy_gather = lazy_gather
         self._lazy: LazyGathers | None = None
 
     def take_gradients_from(self, source: GradientSource) -> None:
-        """From now on, instead of from the parameters. Between steps, and once."""
+        """From now on, instead of from the parameters. Between steps or in a closure, and once."""
         if not self.source.may_be_replaced:
             raise AssertionError(f"{type(self.source).__name__} cannot be replaced by {type(source).__name__}")
-        self.source = source
+        self._replaced, self.source = self.source, source
 
     def step(
         self,
@@ -164,8 +165,8 @@ class Engine:
             self.progress.fail()
             raise
         finally:
-            source.release()
-        self._end(param_groups, source)
+            self._now(source).release()
+        self._end(param_groups, self._now(source))
         return loss
 
     def begin(self, param_groups: ParamGroups) -> Step:
@@ -322,14 +323,18 @@ class Engine:
         def evaluate() -> Any:
             if self.sharded.builder.moves_first:  # each rank has moved its pieces: the closure is about all of them
                 self._gather()
-            source.release()  # backward finds on the parameters what it left there
+            self._now(source).release()  # backward finds on the parameters what it left there
             loss = closure()
-            source.prepare(param_groups)
-            source.bind(self.sharded.plan.active_buckets)
+            self._now(source).prepare(param_groups)
+            self._now(source).bind(self.sharded.plan.active_buckets)
             self.local.take_gradients()
             return loss
 
         return evaluate
+
+    def _now(self, source: StepGradients) -> StepGradients:
+        """``source``, or what took its place: a closure's backward may be the first in which DDP calls our hook."""
+        return self.source if source is self._replaced else source
 
     def _gather(self) -> None:
         """Bring all ranks' parameters up to date with their owners'."""

@@ -61,6 +61,13 @@ class JoinAttendance:
         optimizer = self._optimizer()
         return optimizer._join_config if optimizer is not None else None
 
+    @property
+    def source(self) -> GradientSource:
+        """Where the optimizer's gradients come from now."""
+        optimizer = self._optimizer()
+        assert optimizer is not None, "it steps"
+        return optimizer.engine.source
+
     def leave(self) -> None:
         """All ranks are out of inputs, so all are here again.
 
@@ -91,7 +98,7 @@ class JoinAttendance:
         in_backward = source.calls_roll and has_closure  # then the closure's backward calls first
         if not in_backward:
             self.notify()
-        return LentGradients(source, sharded, self, notifies=in_backward) if self.is_uneven else source
+        return LentGradients(sharded, self, notifies=in_backward) if self.is_uneven else source
 
     def call_roll(self, iteration: int, aborted: bool, progress: Progress) -> Roll:
         """Collective. Before a round of reductions. Called on ranks that have inputs."""
@@ -154,7 +161,7 @@ class Shadow(JoinHook):
             if not source.reduces_in_ddp:  # then everything the others do has a turn of its own
                 return
             everyone, call = self._meet(source)
-        self._step(source, everyone)
+        self._step(everyone)
 
     def _meet(self, source: GradientSource) -> tuple[list[Call], Call]:
         """What everybody does now, and what the ranks with inputs do."""
@@ -170,9 +177,9 @@ class Shadow(JoinHook):
     def _params(self) -> list[Tensor]:
         return [param for group in self._optimizer.param_groups for param in group["params"]]
 
-    def _step(self, source: GradientSource, everyone: list[Call]) -> None:
+    def _step(self, everyone: list[Call]) -> None:
         engine = self._optimizer.engine
-        borrowed = LentGradients(source, engine.sharded, self._attendance, everyone=everyone)
+        borrowed = LentGradients(engine.sharded, self._attendance, everyone=everyone)
         engine.step(self._optimizer.param_groups, source=borrowed)
         if engine.sharded.builder.consumes:
             self._optimizer.zero_grad()
@@ -226,7 +233,6 @@ class LentGradients(StepGradients):
 
     def __init__(
         self,
-        source: GradientSource,
         sharded: ShardedParameters,
         attendance: JoinAttendance,
         *,
@@ -234,7 +240,7 @@ class LentGradients(StepGradients):
         notifies: bool = False,
     ) -> None:
         """``everyone``: on a rank without inputs, what the ranks do. ``notifies``: ranks without inputs do not know."""
-        self._source, self._sharded, self._attendance = source, sharded, attendance
+        self._sharded, self._attendance = sharded, attendance
         self._everyone, self._notifies = everyone, notifies
         self._is_prepared = False
         self._borrowed: dict[int, Tensor] | None = None
@@ -242,7 +248,7 @@ class LentGradients(StepGradients):
 
     def check(self) -> None:
         if self._everyone is None:
-            self._source.check()
+            self._attendance.source.check()
 
     def prepare(self, param_groups: Sequence[dict[str, Any]]) -> None:
         if self._is_prepared:  # a closure may be evaluated several times
@@ -252,13 +258,13 @@ class LentGradients(StepGradients):
             self._attendance.notify()
         everyone = self._everyone or self._attendance.meet(Call(Activity.STEP))
         # Every rank has the reduced gradients of its pieces itself, if we reduce them.
-        params = {} if self._source.calls_roll else self._sharded.params
+        params = {} if self._attendance.source.calls_roll else self._sharded.params
         borrowed = _lend(self._sharded.ranks, everyone, self._sharded.layout, params, param_groups)
         self._borrowed = borrowed if params else None
 
     def bind(self, positions: Iterable[int]) -> None:
         if self._borrowed is None:
-            self._source.bind(positions)
+            self._attendance.source.bind(positions)
             return
         pieces = self._sharded.pieces
         for index in pieces.tensors:
@@ -267,12 +273,12 @@ class LentGradients(StepGradients):
 
     def release(self) -> None:
         if self._borrowed is None:
-            self._source.release()
+            self._attendance.source.release()
         for index, gradient in self._own.items():
             self._sharded.pieces.set_gradient(index, gradient)
 
     def stepped(self) -> None:
-        self._source.stepped()
+        self._attendance.source.stepped()
 
 
 def _pairs(everyone: Sequence[Call]) -> Iterator[tuple[int, int]]:
