@@ -142,13 +142,17 @@ class Trial:
             Uneven: config.may_join and (self.stepped or config.built == "last"),
             Raise: not config.uses_ddp or (isinstance(op, Raise) and op.place == "forward"),
             RaiseInStep: not config.steps_in_backward,
-            AddGroup: config.optimizer != "Adagrad",  # (torch's makes no state for a group that is added)
+            # torch's Adagrad makes no state for a group that is added. What Peculiar's steps write into a group only
+            # its owners have, and add_param_group compares it (known, and wrong: see docs/log.md).
+            AddGroup: config.optimizer not in ("Adagrad", "Peculiar"),
         }
         return op if needed.get(type(op), True) else None
 
     # --- operations -----------------------------------------------------------------------------------------------
 
     def _backward(self, op: Backward) -> None:
+        if self.config.optimizer == "ScheduleFree" and self.synced:
+            self._zerograd(ZeroGrad())  # its steps overwrite gradients: what is added to them is nobody's
         losses = [side.backward(op, self.number) for side in self.sides]
         self.number += 1
         self._same("the loss", losses[1], losses[0])
@@ -311,6 +315,9 @@ class Trial:
     def _set_plain(self, weights: dict[str, Any], state: dict[str, Any], masters: list[Tensor]) -> None:
         self.plain.model.load_state_dict(weights)
         self.plain.optimizer.load_state_dict(state)
+        for entry in self.plain.optimizer.state.values():
+            if "mu_product" in entry and self.config.masters != "stochastic":
+                entry["mu_product"] = entry["mu_product"].float()  # (torch's loading casts it, and NAdam makes it so)
         with torch.no_grad():
             for own, given in zip(self.plain.masters.values(), masters, strict=True):
                 own.copy_(given)
@@ -353,7 +360,7 @@ class Trial:
         if self.is_member:
             self.plain.adopt()
             if op.how in ("sharded", "get_state_dict") and not self._all_have_state():
-                # Issue 24: DCP misses the keys of what has no state yet, and what is frozen has no place to load into.
+                # Issue 24: DCP misses the keys of what has no state yet, what is frozen has no place to load into.
                 op = replace(op, how="checkpoint")
         first = self.members[0]
         op = share(op, first)
@@ -373,10 +380,14 @@ class Trial:
         if self.is_member:
             self._set_plain(weights, state, masters)
             self._read(op.how, path, saved)
+            if op.how in ("sharded", "get_state_dict"):  # DCP loads the options that a new optimizer has, no others
+                for group in self.plain.optimizer.param_groups:
+                    group.pop("initial_lr", None)
             self._consolidate(Consolidate())
 
     def _all_have_state(self) -> bool:
-        return not self.frozen and all(self.plain.state_of(param) for _, param in self.plain.params())
+        tensors = self.config.optimizer == "Adam"  # its learning rate is a tensor, which get_state_dict loses
+        return not tensors and not self.frozen and all(self.plain.state_of(param) for _, param in self.plain.params())
 
     def _configured(self, op: Resume) -> Configuration:
         """Another configuration, as near to what is asked for as it can be."""
@@ -509,7 +520,7 @@ class Trial:
 
     def _compare_groups(self) -> None:
         for ours, theirs in zip(self.ours.optimizer.param_groups, self.plain.optimizer.param_groups, strict=True):
-            for key in theirs.keys() - {"params", "steps"}:  # what steps write, only owners have
+            for key in theirs.keys() - {"params", "steps", "differentiable"}:  # what steps write, only owners have
                 self._same(f"the option {key}", ours.get(key), theirs[key])
 
     def _compare_memory(self) -> None:
