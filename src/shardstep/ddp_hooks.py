@@ -107,7 +107,7 @@ class _SteppingHook:
         self.name = name
         self._hook = hook
         self._interleaved = interleaved
-        self._zero = _checked(name, zero)
+        self._zero = _checked(name, zero, isinstance(self, _ScatteringHook))
         self._engine = self._zero.engine
         if not isinstance(ddp, DistributedDataParallel):
             raise ValueError(f"{name} expects a DistributedDataParallel module but got {type(ddp).__name__}.")
@@ -243,11 +243,12 @@ class _ScatteringHook(_SteppingHook):
                     step.advance(position)
 
 
-def _checked(name: str, zero: Any) -> ZeroRedundancyOptimizer:
+def _checked(name: str, zero: Any, scatters: bool) -> ZeroRedundancyOptimizer:
     zero = unwrapped(zero)
-    if isinstance(zero, ZeroRedundancyOptimizer) and isinstance(zero.engine.source, DdpReducedGradients):
+    source = zero.engine.source if isinstance(zero, ZeroRedundancyOptimizer) else None
+    if isinstance(source, DdpReducedGradients) and not (scatters and source.has_hook):
         raise ValueError(f"{name} expects an optimizer without another hook. Make one hook for an optimizer.")
-    if not isinstance(zero, ZeroRedundancyOptimizer) or not isinstance(zero.engine.source, DdpBucketGradients):
+    if not isinstance(source, (DdpBucketGradients, DdpReducedGradients)):
         raise ValueError(
             f"{name} expects an optimizer built with overlap_with_ddp=True. Add it to the arguments of "
             "ZeroRedundancyOptimizer."

@@ -189,23 +189,24 @@ def _check(
 
 def _check_mode(call: str, optimizer: ZeroRedundancyOptimizer, steps: bool) -> None:
     source = optimizer.engine.source
-    if isinstance(source, DdpReducedGradients):
-        if isinstance(source.feed, DdpFeed) and not source.feed.is_orphaned:
-            raise ValueError(
-                f"{call} expects an optimizer that is in no other call of it, but the gradients of this one are "
-                "sharded already. Call it once for a DDP module, with all its optimizers."
-            )
-    elif isinstance(source, ReducedGradients):
+    is_ours = isinstance(source, DdpReducedGradients)
+    if is_ours and isinstance(source.feed, DdpFeed) and not source.feed.is_orphaned:
+        once = "Make one hook for an optimizer" if steps else "Call it once for a DDP module, with all its optimizers"
+        raise ValueError(
+            f"{call} expects an optimizer that is in no other call of it, but the gradients of this one are sharded "
+            f"already. {once}. (If the model was wrapped again, delete the earlier wrapper first.)"
+        )
+    if isinstance(source, ReducedGradients) and not is_ours:
         raise ValueError(
             f"{call} expects an optimizer without shard_gradients=True, which is for models that are not wrapped in "
             "DDP. Drop shard_gradients."
         )
-    elif isinstance(source, DdpBucketGradients) and not steps:
+    if (isinstance(source, DdpBucketGradients) or (is_ours and source.has_hook)) and not steps:
         raise ValueError(
             f"{call} expects an optimizer without overlap_with_ddp=True, with which a stepping hook steps inside "
             "backward. Drop overlap_with_ddp, or register hook_with_zero_step(reduce_scatter_hook, ddp, optimizer)."
         )
-    elif not source.may_be_replaced:
+    if not (is_ours or source.may_be_replaced):
         raise ValueError(f"{call} expects an optimizer without another stepping hook. Make one hook for an optimizer.")
 
 

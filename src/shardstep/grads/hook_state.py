@@ -34,6 +34,11 @@ class SteppedByHook(GradientSource):
     def may_step_in_backward(self) -> bool:  # type: ignore[override]
         return self._hook is HookState.MADE
 
+    @property
+    def has_hook(self) -> bool:
+        """Whether a stepping hook was made."""
+        return self._hook is not HookState.NONE
+
     def made(self) -> None:
         """A hook was made."""
         if self._hook is HookState.NONE:
