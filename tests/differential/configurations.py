@@ -98,7 +98,7 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}, {"lr": 0.03}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.05}, {"weight_decay": 0.1}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}, {"momentum": 0.5}),
-    "NAdam": (torch.optim.NAdam, {"lr": 0.02}, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}, {"rho": 0.8, "weight_decay": 0.1}),
     "Tempered": (Tempered, {"lr": 0.05, "momentum": 0.8}, {"lr": 0.02}),
     "SignMomentum": (SignMomentum, {"lr": 0.05}, {"beta": 0.5}),
     "Peculiar": (Peculiar, {"lr": 0.05}, {"lr": 0.03}),
@@ -278,6 +278,8 @@ def invalid(c: Configuration) -> str:
         (c.static_graph and c.find_unused, "DDP: a static graph finds unused parameters by itself"),
         (c.shard == "element" and c.optimizer in ("Adafactor", "Peculiar"), "refused: it needs whole tensors"),
         (c.optimizer in ("Adafactor", "Peculiar") and c.model == "odd", "it divides by the number of elements"),
+        (c.optimizer == "Peculiar" and c.mode in HOOKS, "DDP writes gradients that a step inside of it took away"),
+        (c.optimizer == "Peculiar" and c.group == "mesh replicated", "keys that are no texts cannot be divided"),
         (
             c.optimizer == "fused" and (c.model == "odd" or c.memory_format != "contiguous"),
             "torch's fused kernels take a gradient to lie in memory as its parameter does",

@@ -130,9 +130,9 @@ def changes(config: Configuration) -> Any:
     if not config.sixteen:
         found.append(_phrase(st.just(Plain())))
     if config.optimizer == "Tempered" and not config.steps_in_backward:
-        found.append(st.just((ZeroGrad(), Backward(), RaiseInStep(), Step())))
+        found += [st.just((ZeroGrad(), Backward(), RaiseInStep(), Step()))] * 5
     if config.optimizer == "ScheduleFree":
-        found.append(_phrase(st.just(Switch())))
+        found += [_phrase(st.just(Switch()))] * 5
     if config.may_join:
         clips = st.sampled_from((None, 0.05)) if not config.uses_ddp and not config.sixteen else st.none()
         counts = st.sampled_from(((2, 1), (1, 3), (1, 2, 0), (0, 2), (2, 2)))
