@@ -55,7 +55,7 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="shardstep-cases-")
         self._number = 0
 
-    def run(self, config: Configuration, program: Program, timeout: float = 60) -> Outcome:
+    def run(self, config: Configuration, program: Program, timeout: float = 90) -> Outcome:
         if not self._left:
             self.close()
             self._start()
@@ -130,7 +130,7 @@ def _work(pipe: Any, rank: int, port: int, device: str) -> None:
         simulated.load()
         backends = simulated.BACKENDS
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=STARTING))
-    dist.init_process_group(backends, store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=20))
+    dist.init_process_group(backends, store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=30))
     dist.barrier()
     gc.freeze()  # what was imported is not looked at again
     while True:
