@@ -389,7 +389,7 @@ class Trial:
             self._consolidate(Consolidate())
 
     def _all_have_state(self) -> bool:
-        # Adam's learning rate is a tensor, which get_state_dict loses. A new Peculiar lacks what steps write into groups.
+        # Adam's learning rate is a tensor, which get_state_dict loses; Peculiar's steps add an option
         options = self.config.optimizer in ("Adam", "Peculiar")
         return not options and not self.frozen and all(self.plain.state_of(param) for _, param in self.plain.params())
 
