@@ -17,7 +17,7 @@ OWN    := not optimizers and not frameworks and not package and not docs and not
 # Each of the processes that a run of the tests starts would compile all of it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-extended test-programs test-optimizers test-frameworks test-migration test-package test-accelerator test-gpu test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-precision bench-hosts bench-gpu bench-checkpoint bench-compare clean
+.PHONY: train test test-all test-extended test-programs test-mutants test-corpus test-optimizers test-frameworks test-migration test-package test-accelerator test-gpu test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-precision bench-hosts bench-gpu bench-checkpoint bench-compare clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -50,6 +50,15 @@ PROGRAMS := tests/test_examples.py tests/test_command_line.py tests/test_program
 
 test-programs: $(VENV)/installed
 	$(BIN)/python -m pytest $(PROGRAMS) -m "programs and not again and not hosts" $(ARGS)
+
+# How much the differential suite notices: 120 mutants of the package, and patches that undo a mended bug (a folder of
+# them: make test-corpus DIR=...). Hours on two cores; both go on where they stopped (see tests/corpus/judge.py).
+test-mutants: $(VENV)/installed
+	$(BIN)/python -m tests.corpus.mutants --out .mutants/drawn
+	$(BIN)/python -m tests.corpus.judge .mutants/drawn --out .mutants/mutants.tsv $(ARGS)
+
+test-corpus: $(VENV)/installed
+	$(BIN)/python -m tests.corpus.judge $(DIR) --out .mutants/corpus.tsv $(ARGS)
 
 test-all: lint
 	$(DEVICE)
@@ -202,4 +211,4 @@ bench-compare: $(VENV)/installed
 	$(BIN)/python -m benchmarks.compare $(BASE) $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(RIVALS) $(DOCS) $(FRAMES) $(GPU) site .venv-torch-* .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(RIVALS) $(DOCS) $(FRAMES) $(GPU) site .venv-torch-* .pytest_cache .ruff_cache .hypothesis .mutants

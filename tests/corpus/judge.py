@@ -1,8 +1,8 @@
 """Does the differential suite notice a patch that breaks the package? A past bug, undone, or a mutant.
 
 ``python -m tests.corpus.judge PATCHES... --out TSV`` judges patches of src/ (files, or folders of them), each in a copy
-of HEAD, and goes on where it stopped: a patch that is in the TSV is skipped (``--again missed``, ``--again all``: it is
-judged again). ``caught``: a test failed, and passes without the patch. ``missed``: every test passed. ``error``: the
+of HEAD, and goes on where it stopped: a patch that is in the TSV, as it is, is skipped (``--again missed``,
+``--again all``: it is judged again). ``caught``: a test failed, and passes without the patch. ``missed``: every test passed. ``error``: the
 patch cannot be applied, or pytest ran nothing.
 
 Which tests run, and in which order, is taken from a map, which ``--map`` builds (once for a state of src/ and
@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zlib
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from queue import SimpleQueue
@@ -36,7 +37,7 @@ from tests.differential.entered import functions
 ROOT = Path(__file__).resolve().parents[2]
 STORE = ROOT / ".mutants"  # of maps
 SUITE = ("tests/differential", "-m", "not again and not programs and not extended and not long")
-COLUMNS = ("patch", "verdict", "seconds", "tests", "test", "failure", "case", "state")
+COLUMNS = ("patch", "verdict", "seconds", "tests", "test", "failure", "case", "state", "digest")
 LIMIT = 1800  # seconds for a run of pytest
 
 
@@ -199,7 +200,11 @@ def judge(patch: Path, tree: Path, tests: dict[str, Any]) -> dict[str, Any]:
     except subprocess.CalledProcessError as error:
         row |= {"verdict": "error", "failure": error.stderr.strip().splitlines()[0]}
     clean(tree)
-    return {**row, "seconds": round(time.monotonic() - started), "state": state()}
+    return {**row, "seconds": round(time.monotonic() - started), "state": state(), "digest": digest(patch)}
+
+
+def digest(patch: Path) -> str:
+    return f"{zlib.crc32(patch.read_bytes()):08x}"
 
 
 def clean(tree: Path) -> None:
@@ -253,7 +258,8 @@ def main() -> None:
         recorded(arguments.out),
         {None: (), "missed": ("missed", "error"), "all": ("missed", "error", "caught")},
     )
-    wanted = [one for one in patches if one.stem not in rows or rows[one.stem]["verdict"] in again[arguments.again]]
+    done = {one for one, row in rows.items() if row["verdict"] not in again[arguments.again]}
+    wanted = [one for one in patches if one.stem not in done or rows[one.stem]["digest"] != digest(one)]
     with (
         tempfile.TemporaryDirectory(prefix="shardstep-judge-") as folder,
         ThreadPoolExecutor(arguments.jobs) as workers,
@@ -269,8 +275,8 @@ def main() -> None:
             finally:
                 trees.put(tree)
 
-        for done in as_completed([workers.submit(judged, patch) for patch in wanted]):
-            row = done.result()
+        for future in as_completed([workers.submit(judged, patch) for patch in wanted]):
+            row = future.result()
             rows[row["patch"]] = row
             record(arguments.out, rows)
             print(*(row.get(name, "") for name in COLUMNS[:6]), sep="\t", flush=True)
