@@ -2,8 +2,8 @@
 
 ``python -m tests.corpus.judge PATCHES... --out TSV`` judges patches of src/ (files, or folders of them), each in a copy
 of HEAD, and goes on where it stopped: a patch that is in the TSV, as it is, is skipped (``--again missed``,
-``--again all``: it is judged again). ``caught``: a test failed, and passes without the patch. ``missed``: every test passed. ``error``: the
-patch cannot be applied, or pytest ran nothing.
+``--again all``: it is judged again). ``caught``: a test failed, and passes without the patch. ``missed``: every test
+passed. ``error``: the patch cannot be applied, or pytest ran nothing.
 
 Which tests run, and in which order, is taken from a map, which ``--map`` builds (once for a state of src/ and
 tests/differential): what every test enters of the package, how long it takes, and which tests fail as it is (they are
@@ -254,10 +254,8 @@ def main() -> None:
         build_map(arguments.select, arguments.jobs)
     tests = json.loads(map_path().read_text())["tests"]
     patches = [one for path in arguments.patches for one in (sorted(path.glob("*.patch")) if path.is_dir() else [path])]
-    rows, again = (
-        recorded(arguments.out),
-        {None: (), "missed": ("missed", "error"), "all": ("missed", "error", "caught")},
-    )
+    rows = recorded(arguments.out)
+    again = {None: (), "missed": ("missed", "error"), "all": ("missed", "error", "caught")}
     done = {one for one, row in rows.items() if row["verdict"] not in again[arguments.again]}
     wanted = [one for one in patches if one.stem not in done or rows[one.stem]["digest"] != digest(one)]
     with (
