@@ -159,10 +159,10 @@ def changed(before: str, after: str) -> set[str] | None:
 def tests_for(tree: Path, tests: dict[str, Any]) -> list[str]:
     """Those that may notice what a copy has changed, the fastest first."""
     chosen = set[str]()
-    for name in git("diff", "--name-only", "--no-renames", at=tree).splitlines():
+    for name in git("diff", "HEAD", "--name-only", "--no-renames", at=tree).splitlines():
         place, path = name.removeprefix("src/"), tree / name
         found = changed(git("show", f"HEAD:{name}", at=tree), path.read_text() if path.exists() else "")
-        wanted = tuple(f"{place}:{function}" for function in found or ())
+        wanted = {f"{place}:{function}" for function in found or ()}
         for test, row in tests.items():
             entered = row["entered"]
             if found is None or any(one in wanted or f"{one.rpartition('.')[0]}." in wanted for one in entered):
@@ -176,7 +176,7 @@ def tests_for(tree: Path, tests: dict[str, Any]) -> list[str]:
 def judge(patch: Path, tree: Path, tests: dict[str, Any]) -> dict[str, Any]:
     started, row = time.monotonic(), {"patch": patch.stem, "verdict": "missed", "tests": 0}
     try:
-        git("apply", str(patch.resolve()), at=tree)
+        git("apply", "--3way", str(patch.resolve()), at=tree)
         left = tests_for(tree, tests)
         row["tests"] = len(left)
         while left and row["verdict"] == "missed":
@@ -188,7 +188,7 @@ def judge(patch: Path, tree: Path, tests: dict[str, Any]) -> dict[str, Any]:
             for test, text in ran.failures.items():
                 clean(tree)
                 if run(tree, "-n", "0", test).failures:  # it fails now and then, or on a machine that is busy
-                    git("apply", str(patch.resolve()), at=tree)
+                    git("apply", "--3way", str(patch.resolve()), at=tree)
                     left = left[left.index(test) + 1 :]
                 else:
                     row |= {
@@ -208,7 +208,7 @@ def digest(patch: Path) -> str:
 
 
 def clean(tree: Path) -> None:
-    git("checkout", "--quiet", "--force", ".", at=tree)
+    git("reset", "--quiet", "--hard", at=tree)
     git("clean", "-fdxq", "src", at=tree)  # also compiled files: they are told apart by whole seconds only
 
 
