@@ -83,7 +83,8 @@ def run(tree: Path, *arguments: str, **environment: str) -> Run:
             test = f"{case.get('file')}::{case.get('name')}"
             durations[test] = float(case.get("time", 0))
             for found in (*case.findall("failure"), *case.findall("error")):
-                failures[test] = found.get("message") or found.text or "?"
+                lines = [line[8:] for line in (found.text or "").splitlines() if line.startswith("E ")]
+                failures[test] = "\n".join(lines) or found.get("message") or "?"
         return Run(durations, failures, done.stdout)
 
 
