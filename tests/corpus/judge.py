@@ -191,6 +191,7 @@ def judge(patch: Path, tree: Path, tests: dict[str, Any]) -> dict[str, Any]:
                 if test in tests and run(tree, "-n", "0", test).failures:  # now and then, or on a machine that is busy
                     git("apply", "--3way", str(patch.resolve()), at=tree)
                     left = left[left.index(test) + 1 :]
+                    row["failure"] = f"without the patch, too: {test.partition('::')[2]}"
                 else:
                     row |= {
                         "verdict": "caught",
