@@ -323,7 +323,7 @@ def covering(axes: dict[str, tuple[Any, ...]], strength: int, seed: int) -> list
     for wanted in queue:
         if wanted not in missing:
             continue
-        tries = (_filled(base, axes, dict(wanted), generator) for _ in range(60 if strength == 2 else 12))
+        tries = (_filled(base, axes, dict(wanted), generator) for _ in range(20 if strength == 2 else 8))
         found = [row for row in tries if row is not None]
         if not found:
             missing.discard(wanted)  # cannot be together, or hardly ever

@@ -45,8 +45,8 @@ Phrase = tuple[Operation, ...]
 @st.composite
 def programs(draw: Any, config: Configuration, least: int = 4, most: int = 7) -> Program:
     """Phrases one after the other. The first and the last are iterations: there is state, and it is used."""
-    between = st.one_of(iterations(config), iterations(config), changes(config))
-    phrases = draw(st.lists(between, min_size=least, max_size=most))
+    either = st.sampled_from((iterations(config), iterations(config), changes(config)))
+    phrases = draw(st.lists(either.flatmap(lambda phrase: phrase), min_size=least, max_size=most))
     last = draw(iterations(config))
     return tuple(op for phrase in (*phrases, last) for op in phrase)
 
@@ -130,9 +130,9 @@ def changes(config: Configuration) -> Any:
     if not config.sixteen:
         found.append(_phrase(st.just(Plain())))
     if config.optimizer == "Tempered" and not config.steps_in_backward:
-        found += [st.just((ZeroGrad(), Backward(), RaiseInStep(), Step()))] * 5
+        found += [st.just((ZeroGrad(), Backward(), RaiseInStep(), Step()))] * 12
     if config.optimizer == "ScheduleFree":
-        found += [_phrase(st.just(Switch()))] * 5
+        found += [_phrase(st.just(Switch()))] * 12
     if config.may_join:
         clips = st.sampled_from((None, 0.05)) if not config.uses_ddp and not config.sixteen else st.none()
         counts = st.sampled_from(((2, 1), (1, 3), (1, 2, 0), (0, 2), (2, 2)))
