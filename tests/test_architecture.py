@@ -59,6 +59,7 @@ FOREIGN_PRIVATE = {
     "_asdict _replace _getframe _DummyThread",  # Python's: NamedTuples, the call stack, autograd's threads
     "_C _current_graph_task_id _engine_run_backward _execution_engine",  # which backward runs, being called at its end
     "_make_wrapper_subclass _make_subclass _disable_dynamo _modules",
+    "_version",  # of a tensor: whether somebody has written to it
     "_foreach_copy_ _foreach_div_ _foreach_mul_ _foreach_norm _foreach_zero_ _to_copy",  # kernels over lists
     "_amp_foreach_non_finite_check_and_unscale_ _foreach_clamp_min_ _foreach_clamp_max_",
     "_optimizer_step_pre_hooks _optimizer_step_post_hooks",
