@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from tests.differential import entered, trial
 from tests.differential.configurations import Configuration
-from tests.differential.programs import Program
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
@@ -56,7 +55,8 @@ class Pool:
         self._folder = tempfile.TemporaryDirectory(prefix="shardstep-cases-")
         self._number, self._test = 0, ""
 
-    def run(self, config: Configuration, program: Program, timeout: float = 90) -> Outcome:
+    def run(self, config: Configuration, program: Any, timeout: float = 90, by: Any = trial.run) -> Outcome:
+        """``by(config, program, folder)`` on every rank: it says what a program is."""
         test = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition(" (")[0]
         if not self._left or (entered.FOLDER and test != self._test):
             self.close()
@@ -64,7 +64,7 @@ class Pool:
         self._left, self._number, self._test = self._left - 1, self._number + 1, test
         folder = Path(self._folder.name) / str(self._number)
         for _, pipe in self._ranks:
-            pipe.send((config, program, folder, test))
+            pipe.send((by, config, program, folder, test))
         answers = self._answers(time.monotonic() + timeout)
         failures = sorted((at, rank, text) for rank, (at, text, _) in enumerate(answers) if text)
         if failures:
@@ -137,13 +137,13 @@ def _work(pipe: Any, rank: int, port: int, device: str) -> None:
     gc.freeze()  # what was imported is not looked at again
     while True:
         try:
-            config, program, folder, test = pipe.recv()
+            by, config, program, folder, test = pipe.recv()
         except EOFError:
             return
         os.environ["SHARDSTEP_SHARED_MEMORY"] = "1" if config.transport == "shared memory" else "0"
         torch.manual_seed(0)
         try:
-            counts = trial.run(config, program, folder)
+            counts = by(config, program, folder)
             entered.write(test)
             pipe.send((0.0, "", counts))
         except BaseException:
