@@ -52,11 +52,12 @@ class Odd(NamedTuple):
     elsewhere: Any
 
 
-def told(error: type[BaseException]) -> Odd:
+def told(error: Any) -> Odd:
     """Rank ``ODD`` raises it, and the others are told: their message has its number, and the same words."""
     return Odd(error, RuntimeError)
 
 
+EITHER = (ValueError, RuntimeError)  # only the ranks that own a piece see it; they tell the others
 MISSED = Odd(None, RuntimeError)  # rank ODD does not come, and the others say so
 # What becomes of the training of the trial: the row has an optimizer of its own, or the training goes on and is
 # compared, or every further call is refused, or nothing is promised.
@@ -104,8 +105,8 @@ def check(row: Row, t: Trial) -> None:
     if expected is None:
         assert found is None, f"expected nothing to be raised, but {shown}"
     else:
-        assert found is not None, f"expected {expected.__name__}, but {row.what!r} raised nothing (rank {t.rank})"
-        assert issubclass(found, expected), f"expected {expected.__name__}, but {shown}"
+        assert found is not None, f"expected {expected}, but {row.what!r} raised nothing (rank {t.rank})"
+        assert issubclass(found, expected), f"expected {expected}, but {shown}"
         missing = [word for word in words if word not in text]
         assert not missing, f"expected the words {missing}, but {shown}"
     assert took < SOON, f"{row.what!r} took {took:.1f} s (rank {t.rank})"
@@ -213,16 +214,40 @@ class Fussy(SGD):
 
 
 class Habit(SGD):
-    """SGD, and what the subclasses add."""
+    """SGD that does something else first."""
 
     def __init__(self, params: Any, lr: float = 0.1, momentum: float = 0.9) -> None:
         super().__init__(params, lr=lr, momentum=momentum)
 
+    def step(self, closure: Any = None) -> Any:
+        self.first([param for group in self.param_groups for param in group["params"] if param.grad is not None])
+        return super().step(closure)
+
+    def first(self, params: list[Tensor]) -> None:
+        pass
+
 
 class Talks(Habit):
-    def step(self, closure: Any = None) -> Any:
-        dist.all_reduce(self.param_groups[0]["params"][0].grad)
-        return super().step(closure)
+    def first(self, params: list[Tensor]) -> None:
+        dist.all_reduce(params[0].grad)
+
+
+class Couples(Habit):
+    def first(self, params: list[Tensor]) -> None:
+        norm = torch.stack([param.grad.norm() for param in params]).norm()
+        torch._foreach_mul_([param.grad for param in params], float((0.1 / norm).clamp(max=1)))
+
+
+class Random(Habit):
+    def first(self, params: list[Tensor]) -> None:
+        for param in params:
+            param.grad.add_(torch.randn_like(param.grad))
+
+
+class Keeps(Habit):
+    def first(self, params: list[Tensor]) -> None:
+        for param in params:
+            self.state[param]["helper"] = object()
 
 
 class HasInner(Habit):
@@ -236,44 +261,9 @@ class NoGroups(Habit):
         super().__init__([param.detach().requires_grad_() for param in params])
 
 
-class Couples(Habit):
-    """Clips all gradients together."""
-
-    def step(self, closure: Any = None) -> Any:
-        grads = [param.grad for group in self.param_groups for param in group["params"] if param.grad is not None]
-        torch._foreach_mul_(grads, float((0.1 / torch.stack([grad.norm() for grad in grads]).norm()).clamp(max=1)))
-        return super().step(closure)
-
-
-class Random(Habit):
-    def step(self, closure: Any = None) -> Any:
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    param.grad.add_(torch.randn_like(param.grad))
-        return super().step(closure)
-
-
 class Wants(Habit):
     def step(self, closure: Any = None, *, factor: float) -> Any:  # type: ignore[override]
         return super().step(closure)
-
-
-class Keeps(Habit):
-    """State that cannot be sent, or saved without code."""
-
-    def step(self, closure: Any = None) -> Any:
-        result = super().step(closure)
-        for group in self.param_groups:
-            for param in group["params"]:
-                self.state[param]["helper"] = object()
-        return result
-
-
-def functional(params: Any = None) -> Any:
-    from torch.distributed.optim.functional_adam import _FunctionalAdam
-
-    return _FunctionalAdam
 
 
 class Around(torch.optim.Optimizer):
@@ -300,6 +290,12 @@ def build(params: Any = few, kind: Any = SGD, over: Any = None, **options: Any) 
 
 def sparse() -> Tensor:
     return torch.ones(3, 2).to_sparse()
+
+
+def shared() -> list[nn.Parameter]:
+    first, second = weight(10), weight(10)
+    second.data = first.data
+    return [first, second]
 
 
 DENSE = "only supports using the same dense type"
@@ -331,14 +327,13 @@ BUILDING = [
             ("a non-leaf", lambda: [weight() * 2], ValueError, "non-leaf"),
             ("named and unnamed groups", lambda: [{"params": few()}, {"params": [weight()]}], ValueError, "names"),
             ("twice in two groups", lambda: [{"params": one} for one in [weight()] * 2], ValueError, "more than one"),
-            ("over the same memory", lambda: shared(), ValueError, "share memory|0 and 1|one Parameter in both"),
+            ("over the same memory", shared, ValueError, "share memory|0 and 1|one Parameter in both"),
         )
     ),
     # What is wrong with the class.
     Row("a required option is missing", build(kind=NeedsLr), TypeError, "lr"),
     Row("an unknown option", build(no_such_option=1), TypeError, "no_such_option"),
     Row("a bad option", build(lr=-1.0), ValueError, "Invalid learning rate"),
-    Row("a functional class", lambda t: build(kind=functional())(t), ValueError, "_FunctionalAdam|ordinary class"),
     Row("a class of something else", build(kind=nn.Linear), ValueError, "optimizer_class|Linear"),
     Row("no class", build(kind=3), TypeError, "optimizer_class|3|torch.optim"),
     Row("an instance", lambda t: build(kind=SGD([weight()]))(t), TypeError, "optimizer_class|torch.optim"),
@@ -438,12 +433,6 @@ BUILDING = [
         )
     ),
 ]  # fmt: skip
-
-
-def shared() -> list[nn.Parameter]:
-    first, second = weight(10), weight(10)
-    second.data = first.data
-    return [first, second]
 
 
 # --- ranks that are not alike -------------------------------------------------------------------------------------
@@ -569,4 +558,554 @@ ADDING = trains(
     Row("added: one rank refuses shard", add(Odd(fresh(shard="rows"), fresh())), told(ValueError), "'rows'"),
 )  # fmt: skip
 
-TABLE = {row.what: row for row in (*BUILDING, *UNLIKE, *ADDING)}
+
+# --- state dicts --------------------------------------------------------------------------------------------------
+
+
+def load(change: Any) -> Callable[[Trial], Any]:
+    """Load what ``change`` makes of a good state dict, with another learning rate; it may be an ``Odd``."""
+
+    def do(t: Trial) -> None:
+        found = copy.deepcopy(t.plain.optimizer.state_dict())
+        for group in found["param_groups"]:
+            group["lr"] = 123.0
+        t.ours.optimizer.load_state_dict(mine(t, change)(found))
+
+    return do
+
+
+def states(**changes: Any) -> Callable[[Any], Any]:
+    """Other entries in the state of parameter 1."""
+    return lambda d: d | {"state": d["state"] | {1: d["state"][1] | changes}}
+
+
+def groups(change: Callable[[list[Any]], Any]) -> Callable[[Any], Any]:
+    return lambda d: d | {"param_groups": change(d["param_groups"])}
+
+
+def good(d: Any) -> Any:
+    return d
+
+
+BROKEN: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
+    "fewer groups": (groups(lambda found: found[:1]), ValueError, "different number of parameter groups|2|1"),
+    "more groups": (groups(lambda found: [*found, found[0]]), ValueError, "different number of parameter groups|2|3"),
+    "other sizes": (groups(lambda found: [found[0] | {"params": [0]}, found[1]]), ValueError,
+                    "doesn't match the size of optimizer's group|group 0 expects"),
+    "another shape": (states(exp_avg=torch.ones(5, 3)), EITHER, "parameter 1|(5, 3)|shard='tensor'"),
+    "no state": (lambda d: {"param_groups": d["param_groups"]}, ValueError, "with 'state' and 'param_groups'"),
+    "no groups": (lambda d: {"state": d["state"]}, ValueError, "with 'state' and 'param_groups'"),
+    "groups without params": (groups(lambda found: [{"lr": 1.0}, {"lr": 1.0}]), ValueError, "the key 'params'"),
+    "a state that is no dict": (lambda d: d | {"state": 3}, ValueError, "expects a dict under 'state'"),
+    "an entry that is no dict": (lambda d: d | {"state": d["state"] | {1: 5.0}}, ValueError, "state of parameter 1"),
+    "groups that are no list": (groups(lambda found: 3), ValueError, "expects a list of dicts"),
+    "nothing": (lambda d: None, TypeError, "load_state_dict expects a dict but got"),
+    "a list": (lambda d: [1, 2], TypeError, "load_state_dict expects a dict but got"),
+    "a model's": (lambda d: net().state_dict(), ValueError, "expects a dict with 'state'"),
+}  # fmt: skip
+
+
+def consolidated(call: Callable[[Trial, Any], Any], to: int = ODD) -> Callable[[Trial], Any]:
+    """``call`` with what each rank was given."""
+
+    def do(t: Trial) -> None:
+        t.ours.optimizer.consolidate_state_dict(to=to)
+        call(t, t.ours.optimizer.state_dict())
+
+    return do
+
+
+def stale(change: Callable[[Trial], Any]) -> Callable[[Trial], Any]:
+    def do(t: Trial) -> None:
+        t.ours.optimizer.consolidate_state_dict(to=2)
+        change(t)
+        t.ours.optimizer.state_dict()
+
+    return do
+
+
+def write_state(t: Trial) -> None:
+    owned = [key for key, value in t.ours.optimizer.state.items() if value]
+    t.ours.optimizer.state[owned[0]] = dict(t.ours.optimizer.state[owned[0]])
+
+
+def missing_on_one_rank(t: Trial) -> None:
+    params = [weight(31)]
+    optimizer = zero(t, params, Adam, shard="element")
+    if t.rank != ODD:
+        set_ones(params)
+    optimizer.step()
+    optimizer.consolidate_state_dict()
+
+
+def misshapen(value: Any) -> Callable[[Trial], Any]:
+    """Only the owner of a parameter has use for its master, and sees that it does not fit."""
+
+    def do(t: Trial) -> None:
+        params = half("bfloat16", "bfloat16")()
+        optimizer = zero(t, params, AdamW, master_weights=torch.float32, shard="tensor")
+        set_ones(params)
+        optimizer.step()
+        optimizer.consolidate_state_dict(to=0)
+        box = [optimizer.state_dict()]
+        dist.broadcast_object_list(box, t.members[0], group=t.ranks)
+        box[0]["state"][1]["master_weight"] = value
+        optimizer.load_state_dict(box[0])
+
+    return do
+
+
+def method(name: str, *args: Any, **options: Any) -> Callable[[Trial], Any]:
+    """A call of the trial's optimizer; arguments may be an ``Odd``."""
+
+    def do(t: Trial) -> Any:
+        chosen = {key: mine(t, value) for key, value in options.items()}
+        return getattr(t.ours.optimizer, name)(*(mine(t, value) for value in args), **chosen)
+
+    return do
+
+
+TO = "to expects a rank of the process group, from 0 to 2, but got "
+STATES = trains(
+    *(Row(f"load: {what}", load(change), error, words) for what, (change, error, words) in BROKEN.items()),
+    *(
+        Row(f"load on one rank: {what}", load(Odd(change, good)), told(error), words)
+        for what, (change, error, words) in BROKEN.items()
+    ),
+    Row("load: another step on one rank", load(Odd(states(step=torch.tensor(9.0)), good)), RuntimeError,
+        "parameter 1|step|rank 1"),
+    Row("load: another option on one rank", load(Odd(groups(lambda found: [found[0], found[1] | {"weight_decay": 0.75}]), good)), RuntimeError,
+        "parameter group 1|weight_decay|0.75 on rank 1"),
+    Row("load: less state on one rank", load(Odd(lambda d: d | {"state": dict(list(d["state"].items())[2:])}, good)), RuntimeError, "parameter 0|on rank 1"),
+    Row("load: each rank its own", consolidated(lambda t, given: t.ours.optimizer.load_state_dict(given)),
+        Odd(RuntimeError, ValueError), "did not receive it|rank 1", changes=24),
+    Row("state_dict() that nobody consolidated", method("state_dict"), RuntimeError,
+        "consolidate_state_dict(to=|is the one that saves|shardstep.checkpoint.save", changes=24),
+    Row("state_dict() after a further step", stale(lambda t: [t._do(op) for op in GO_ON]), RuntimeError,
+        "consolidate_state_dict(to=2)|rank 2 is the one that saves", changes=24),
+    Row("state_dict() after state was written", stale(write_state), RuntimeError, "consolidate_state_dict(to=2)",
+        changes=24),
+    Row("state_dict() after a load", stale(lambda t: t.ours.optimizer.load_state_dict(
+        t.plain.optimizer.state_dict())), RuntimeError, "consolidate_state_dict(to=2)", changes=24),
+    *(Row(f"to={to!r}", method("consolidate_state_dict", to=to), ValueError, f"{TO}{to!r}")
+      for to in (-1, 3, "0", None, 1.0)),
+    *(Row(f"chunk_mb={size!r}", method("consolidate_state_dict", chunk_mb=size), ValueError,
+          f"chunk_mb expects a size above 0 in MiB but got {size!r}") for size in (0, -1, "16", None)),
+    Row("to of one rank is wrong", method("consolidate_state_dict", to=Odd(3, 0)), told(ValueError), f"{TO}3"),
+    Row("ranks consolidate to different ones", method("consolidate_state_dict", to=Odd(1, 0)), RuntimeError,
+        like("to is 0 / 1")),
+    Row("ranks call different methods", lambda t: method(
+        "check_replicas" if t.rank == ODD else "consolidate_state_dict")(t), RuntimeError,
+        like("consolidate_state_dict / check_replicas")),
+    *(Row(f"{call} of {what}", lambda t, call=call, given=given: getattr(t.ours.optimizer, call)(given()), ValueError,
+          f"{call} expects a parameter of this optimizer but got")
+      for call in ("full_state", "full_grad")
+      for what, given in (("a stranger", weight), ("None", lambda: None), ("a name", lambda: "weight"))),
+    Row("replicas that differ", lambda t: differ(t), RuntimeError, "('before.weight') of shape (8, 6) differs between ranks [0, 2] and ranks [1]"),
+)  # fmt: skip
+STATES += [
+    Row("a gradient that one rank lacked", missing_on_one_rank, RuntimeError,
+        "parameter 0|expects state for all of its 31 elements, but the ranks hold"),
+    Row("load: a master of another shape", misshapen(torch.ones(299)), EITHER,
+        "the master_weight of parameter 1|expects a tensor"),
+    Row("load: a master that is no tensor", misshapen(1.0), EITHER,
+        "the master_weight of parameter 1|expects a tensor"),
+]  # fmt: skip
+
+
+@torch.no_grad()
+def differ(t: Trial) -> None:
+    """For a moment."""
+    (_, param), *_ = t.ours.params()
+    before = param.clone()
+    if t.rank == ODD:
+        param.add_(1)
+    try:
+        t.ours.optimizer.check_replicas()
+    finally:
+        param.copy_(before)
+
+
+# --- shard_gradients ----------------------------------------------------------------------------------------------
+
+SHARDED = Configuration(mode="sharded", names=True)
+
+
+def look(code: str) -> Callable[[Trial], Any]:
+    """At a sharded gradient as if it were whole."""
+
+    def do(t: Trial) -> None:
+        t.ours.backward(Backward(), t.number)
+        eval(code, globals(), {"grad": t.ours.model.before.weight.grad})
+
+    return do
+
+
+def ones(grad: Tensor) -> Tensor:
+    return torch.ones(grad.shape, dtype=grad.dtype)
+
+
+LOOKS = (
+    "grad + 1", "1 - grad", "grad + grad", "grad @ grad.t()", "grad == 0", "-grad", "grad**2", "grad.sum()", "grad.mean()",
+    "grad.abs().max()", "grad.norm(dim=1)", "torch.isnan(grad).any()", "torch.isfinite(grad).all()", "grad[0]",
+    "list(grad)", "grad.view(-1)", "grad.reshape(-1)", "grad.flatten()", "grad.clone()", "grad.detach().clone()",
+    "grad.data + 0", "grad.to(torch.float32)", "grad.float()", "grad.cpu().numpy()", "grad.numpy()", "grad.tolist()",
+    "torch.cat([grad, grad])", "torch.stack([ones(grad), grad])", "ones(grad).copy_(grad)", "grad.copy_(ones(grad))",
+    "grad.add_(ones(grad))", "grad.add_(1.0)", "grad.mul_(ones(grad))", "grad.clamp(-1, 1)",
+    "grad.clamp_(max=ones(grad))", "torch.nan_to_num(grad)", "torch.nan_to_num(grad, out=ones(grad))",
+    "setattr(grad, 'data', ones(grad))", "grad.sign()", "torch.histc(grad, 10)", "torch.allclose(grad, grad)",
+    "torch.equal(grad, ones(grad))", "dist.all_reduce(grad)", "torch.save(grad, io.BytesIO())", "copy.copy(grad)",
+    "copy.deepcopy(grad)", "torch._foreach_mul_([ones(grad), grad], [0.5, 0.5])",
+    "torch._foreach_mul_([grad], torch.full((3,), 0.5))",
+)  # fmt: skip
+
+
+def around(make: Callable[[Trial], Any]) -> Callable[[Trial], Any]:
+    """An optimizer with sharded gradients over what is wrapped."""
+    return lambda t: zero(t, kept(t, make(t)).parameters(), shard_gradients=True)
+
+
+def wrapped_on_one_rank(t: Trial) -> None:
+    alone = [dist.new_group([rank], use_local_synchronization=True) for rank in t.members if rank == dist.get_rank()]
+    model = net()
+    found = DistributedDataParallel(model, process_group=alone[0]) if t.rank == ODD else model
+    zero(t, found.parameters(), shard_gradients=True)
+
+
+def sparse_gradient(*dense: bool, no_sync: bool = False, steps: bool = False, **options: Any) -> Callable[[Trial], Any]:
+    def do(t: Trial) -> None:
+        model = Lookup()
+        optimizer = zero(t, model.named_parameters(), shard_gradients=True, **options)
+        for one in dense:
+            model(one).backward()
+            if steps:
+                optimizer.step()
+                optimizer.zero_grad()
+        if no_sync:
+            with optimizer.no_sync():
+                model().backward()
+        model().backward()
+        optimizer.step()
+
+    return do
+
+
+def two_of_them(t: Trial) -> None:
+    model = net()
+    first = zero(t, model.parameters(), shard_gradients=True)
+    second = zero(t, model.parameters(), shard_gradients=True)
+    try:
+        backward(t, model)
+    finally:
+        first.zero_grad()
+        second.zero_grad()
+
+
+def without_its_optimizer(t: Trial) -> None:
+    model = net()
+    optimizer = zero(t, model.named_parameters(), shard_gradients=True)
+    backward(t, model)
+    del optimizer
+    model.before.weight.grad.norm()
+
+
+def enter(context: Callable[[Trial], Any]) -> Callable[[Trial], Any]:
+    def do(t: Trial) -> None:
+        with context(t):
+            pass
+
+    return do
+
+
+def forgotten_no_sync(t: Trial) -> None:
+    model = net()
+    optimizer = zero(t, model.parameters(), shard_gradients=True)
+    shardstep.add_no_sync(model, optimizer)
+    del optimizer
+    with model.no_sync():
+        pass
+
+
+TWICE = "shard_gradients=True expects a model that is not wrapped|DistributedDataParallel"
+COPY = "a copy expects an optimizer|Copy its state dict"
+SHARDING = trains(
+    *(Row(f"a sharded gradient: {code}", look(code), RuntimeError, "full_grad") for code in LOOKS),
+    *(Row(f"the norm of order {order}", look(f"grad.norm({order})"), ValueError,
+          f"the order of a sharded gradient's norm expects a number above 0, or inf, but got {order}")
+      for order in (0, -1.0)),
+    *(Row(f"{what} with shard_gradients", lambda t, copied=copied: copied(t.ours.optimizer), RuntimeError, COPY,
+          changes=24) for what, copied in (("copy", copy.copy), ("deepcopy", copy.deepcopy), ("pickle", pickle.dumps))),
+    *(Row(f"wrapped later: {what}", lambda t, part=part: wrap(t, part(t.ours.model)), ValueError,
+          f"{TWICE}|a ZeroRedundancyOptimizer of AdamW over|Do not wrap the model|shard_ddp_gradients(ddp, optimizer)")
+      for what, part in (("the model", lambda model: model), ("a part", lambda model: model.before),
+                         ("a whole", lambda model: nn.ModuleList([model, nn.Linear(2, 2)])))),
+    Row("added from DDP", lambda t: (made := wrap(t)) and t.ours.optimizer.add_param_group(
+        {"params": list(made.module.named_parameters())}), ValueError, TWICE, changes=26),
+    Row("add_no_sync to no module", lambda t: shardstep.add_no_sync(3, t.ours.optimizer), TypeError, "expects a module"),
+    Row("add_no_sync to DDP", lambda t: shardstep.add_no_sync(wrap(t), t.ours.optimizer), ValueError,
+        "DistributedDataParallel has one"),
+    Row("add_no_sync of nothing", lambda t: shardstep.add_no_sync(t.ours.model), TypeError, "but got none"),
+    Row("add_no_sync of a plain optimizer", lambda t: shardstep.add_no_sync(t.ours.model, t.plain.optimizer), TypeError,
+        "of class shardstep.ZeroRedundancyOptimizer but got a AdamW"),
+    Row("add_no_sync of the default mode", lambda t: shardstep.add_no_sync(t.ours.model, zero(t, [weight()])),
+        ValueError, "this one leaves that to DDP"),
+    Row("add_no_sync of another model", lambda t: shardstep.add_no_sync(net(), t.ours.optimizer), ValueError,
+        "it has none of them"),
+    Row("clip by order 0", method("clip_grad_norm_", 1.0, 0), ValueError, "expects a number above 0, or inf, but got 0"),
+)  # fmt: skip
+SHARDING += [
+    Row("wrapped before", around(wrap), ValueError, TWICE, changes=26),
+    Row("wrapped before: the module inside", around(lambda t: kept(t, wrap(t)).module), ValueError, TWICE, changes=26),
+    Row("wrapped before: a part", around(lambda t: kept(t, wrap(t)).module.before), ValueError, TWICE, changes=26),
+    Row("wrapped before: more", around(lambda t: nn.ModuleList([nn.Linear(2, 2), wrap(t)])), ValueError, TWICE,
+        changes=26),
+    Row("wrapped before, on one rank", wrapped_on_one_rank, told(ValueError), TWICE, changes=26),
+    Row("a sparse gradient", sparse_gradient(), RuntimeError, "dense gradients|('table.weight')|Drop shard_gradients"),
+    Row("a sparse gradient in no_sync", sparse_gradient(no_sync=True), RuntimeError, "dense gradients|table.weight"),
+    Row("a sparse gradient after a dense one", sparse_gradient(True), RuntimeError, "dense gradients|table.weight"),
+    Row("a sparse gradient after a dense one, in float64", sparse_gradient(True, reduce_dtype=torch.float64),
+        RuntimeError, "dense gradients|table.weight"),
+    Row("a sparse gradient in a later step", sparse_gradient(True, steps=True), RuntimeError,
+        "dense gradients|table.weight"),
+    Row("two that reduce the same gradients", two_of_them, RuntimeError, "shard_gradients"),
+    Row("the gradient of an optimizer that is gone", without_its_optimizer, RuntimeError, "is gone|param.grad to None"),
+    Row("no_sync of an optimizer that is gone", forgotten_no_sync, RuntimeError, "model.no_sync|is gone"),
+]  # fmt: skip
+SHARDING = [replace(row, config=SHARDED) for row in SHARDING]
+
+
+def kept(t: Trial, value: Any) -> Any:
+    """Alive until the trial ends."""
+    t.__dict__.setdefault("kept", []).append(value)
+    return value
+
+
+# --- DDP and its hooks --------------------------------------------------------------------------------------------
+
+PAIR = Configuration(names=True)
+STEPPING = (shardstep.hook_with_zero_step, shardstep.hook_with_zero_step_interleaved)
+
+
+def hook_of(hook: Any, make: Callable[[Trial, DistributedDataParallel], Any], inside: Any = allreduce_hook) -> Any:
+    """Make a stepping hook with what ``make`` returns."""
+
+    def do(t: Trial) -> None:
+        ddp = wrap(t)
+        hook(inside, ddp, make(t, ddp))
+
+    return do
+
+
+def connected(t: Trial, hook: Any, named: Any, model: nn.Module, **options: Any) -> tuple[Any, Any]:
+    ddp = wrap(t, model, **options)
+    optimizer = zero(t, named, overlap_with_ddp=True)
+    ddp.register_comm_hook(t.ranks, hook(allreduce_hook, ddp, optimizer))
+    return ddp, optimizer
+
+
+def stray(hook: Any) -> Callable[[Trial], Any]:
+    def do(t: Trial) -> None:
+        model = net()
+        ddp, _ = connected(t, hook, [*model.named_parameters(), ("stray", weight(5))], model)
+        backward(t, ddp)
+
+    return do
+
+
+def unfrozen(connect: Callable[[Trial, nn.Module], tuple[Any, Any]]) -> Callable[[Trial], Any]:
+    """DDP does not know what was frozen when the model was wrapped: nobody would reduce it."""
+
+    def do(t: Trial) -> None:
+        model = net()
+        model.after.bias.requires_grad_(False)
+        ddp, optimizer = connect(t, model)
+        iterate(t, ddp, optimizer)
+        model.after.bias.requires_grad_(True)
+        optimizer.zero_grad()
+        try:
+            backward(t, ddp)
+        finally:
+            dist.barrier(t.ranks)  # who ends first must not be missed in buckets that the others still reduce
+
+    return do
+
+
+def under_ddp(t: Trial, model: nn.Module, ddp: Any = None) -> tuple[Any, Any]:
+    ddp = ddp or wrap(t, model)
+    optimizer = zero(t, model.named_parameters())
+    shardstep.shard_ddp_gradients(ddp, optimizer)
+    return ddp, optimizer
+
+
+def another_format(connect: Callable[[Trial, Any, Any], Any]) -> Callable[[Trial], Any]:
+    def do(t: Trial) -> None:
+        model = nn.Conv2d(3, 4, 2).double()
+        optimizer = zero(t, model.named_parameters(), overlap_with_ddp=connect is not shard)
+        model.to(memory_format=torch.channels_last)
+        connect(t, wrap(t, model), optimizer)
+
+    return do
+
+
+def shard(t: Trial, ddp: Any, optimizer: Any) -> None:
+    shardstep.shard_ddp_gradients(ddp, optimizer)
+
+
+def hook_around(t: Trial) -> Any:
+    ddp = wrap(t)
+    first = shardstep.hook_with_zero_step(allreduce_hook, ddp, zero(t, ddp.parameters(), overlap_with_ddp=True))
+    shardstep.hook_with_zero_step_interleaved(first, ddp, zero(t, [weight()], overlap_with_ddp=True))
+
+
+def alone(t: Trial, params: Any) -> ZeroRedundancyOptimizer:
+    """Of a group of one rank."""
+    return ZeroRedundancyOptimizer(params, SGD, dist.new_group([dist.get_rank()], use_local_synchronization=True))
+
+
+# Which optimizers of a DDP module; the error; words; the issue.
+CASES: dict[str, tuple[Callable[[Trial, Any], list[Any]], Any, str, int | None]] = {
+    "of a plain optimizer": (lambda t, ddp: [SGD(ddp.parameters())], TypeError,
+                             "of class shardstep.ZeroRedundancyOptimizer but got SGD", None),
+    "of no optimizer": (lambda t, ddp: [], TypeError, "but got none", None),
+    "of another process group": (lambda t, ddp: [alone(t, ddp.parameters())], ValueError,
+                                 "Pass the same process_group to both", None),
+    "of overlap_with_ddp": (lambda t, ddp: [zero(t, ddp.parameters(), overlap_with_ddp=True)], ValueError,
+                            "register hook_with_zero_step(reduce_scatter_hook, ddp, optimizer)", None),
+    "of shard_gradients": (lambda t, ddp: [zero(t, [weight()], shard_gradients=True)], ValueError,
+                           "Drop shard_gradients", None),
+    "of a model that is wrapped twice": (lambda t, ddp: kept(t, wrap(t, ddp)) and [zero(t, ddp.parameters())],
+                                         ValueError, "wrapped in DistributedDataParallel once", 26),
+    "of a model in two modules": (lambda t, ddp: kept(t, wrap(t, ddp.module)) and [zero(t, ddp.parameters())],
+                                  ValueError, "wrapped in DistributedDataParallel once", 26),
+    "of a parameter in two optimizers": (lambda t, ddp: [zero(t, list(ddp.parameters())[:n]) for n in (9, 1)],
+                                         ValueError, "parameter 0 is in two of them", None),
+    "of another model": (lambda t, ddp: [zero(t, [*ddp.parameters(), weight()])], ValueError,
+                         "expects an optimizer over parameters of the DDP module", None),
+    "of one that DDP ignores": (lambda t, ddp: ddp.parameters_to_ignore.add("after.bias") or [
+                                zero(t, ddp.module.named_parameters())], ValueError,
+                                "('after.bias') is one that DDP was told to ignore", None),
+    "of two modules on one rank": (lambda t, ddp: kept(t, wrap(t, mine(t, Odd(ddp.module, net())))) and [
+                                   zero(t, ddp.parameters())], told(ValueError),
+                                   "wrapped in DistributedDataParallel once", 26),
+    "of a plain optimizer on one rank": (lambda t, ddp: [mine(t, Odd(SGD(ddp.parameters()), kept(t, zero(
+                                         t, ddp.parameters()))))], told(TypeError), "but got SGD", None),
+}  # fmt: skip
+
+
+def at_once(case: Callable[[Trial, Any], list[Any]]) -> Callable[[Trial], Any]:
+    def do(t: Trial) -> None:
+        ddp = wrap(t)
+        shardstep.shard_ddp_gradients(ddp, *case(t, ddp))
+
+    return do
+
+
+def by_the_hook(case: Callable[[Trial, Any], list[Any]]) -> Callable[[Trial], Any]:
+    def do(t: Trial) -> None:
+        ddp = wrap(t)
+        optimizers = case(t, ddp)
+        ddp.register_comm_hook(optimizers[0] if len(optimizers) == 1 else optimizers, shardstep.reduce_scatter_hook)
+        backward(t, ddp)
+
+    return do
+
+
+def once_more(t: Trial) -> None:
+    ddp = wrap(t)
+    optimizer, another = zero(t, list(ddp.parameters())[:2]), zero(t, list(ddp.parameters())[2:])
+    shardstep.shard_ddp_gradients(ddp, optimizer)
+    shardstep.shard_ddp_gradients(ddp, optimizer, another)
+
+
+def has_a_hook(t: Trial) -> None:
+    ddp = wrap(t)
+    ddp.register_comm_hook(t.ranks, allreduce_hook)
+    shardstep.shard_ddp_gradients(ddp, zero(t, ddp.parameters()))
+
+
+def sparse_under_ddp(t: Trial) -> None:
+    ddp = wrap(t, Lookup())
+    shardstep.shard_ddp_gradients(ddp, zero(t, ddp.parameters()))
+    ddp().backward()
+
+
+def two_modules(t: Trial) -> None:
+    parts = nn.ModuleList([wrap(t), wrap(t)])
+    shardstep.shard_ddp_gradients(parts, zero(t, parts[0].parameters()))
+
+
+def settings_differ(t: Trial) -> None:
+    ddp = wrap(t, gradient_as_bucket_view=t.rank == ODD)
+    shardstep.shard_ddp_gradients(ddp, zero(t, ddp.parameters()))
+
+
+HOOKED = [
+    *(
+        Row(f"{hook.__name__} {what}", hook_of(hook, make), error, f"{hook.__name__ if error is ValueError else ''}|{words}")
+        for hook in STEPPING
+        for what, make, error, words in (
+            ("of the default mode", lambda t, ddp: zero(t, ddp.parameters()), ValueError, "overlap_with_ddp=True"),
+            ("of shard_gradients", lambda t, ddp: zero(t, [weight()], shard_gradients=True), ValueError,
+             "overlap_with_ddp=True"),
+            ("of a plain optimizer", lambda t, ddp: SGD(ddp.parameters()), ValueError, "overlap_with_ddp=True"),
+            ("of None", lambda t, ddp: None, ValueError, "overlap_with_ddp=True"),
+            ("of an unknown wrapper", lambda t, ddp: Around(zero(t, ddp.parameters())), TypeError,
+             "Around|ZeroRedundancyOptimizer inside (.inner)"),
+            ("after shard_ddp_gradients", lambda t, ddp: under_ddp(t, ddp.module, ddp)[1], ValueError,
+             "without another hook"),
+        )
+    ),
+    *(Row(f"{hook.__name__} of no DDP", lambda t, hook=hook: hook(allreduce_hook, net(), zero(
+        t, [weight()], overlap_with_ddp=True)), ValueError, "expects a DistributedDataParallel module but got Net")
+      for hook in STEPPING),
+    *(Row(f"{hook.__name__}: a parameter that DDP has not", stray(hook), RuntimeError,
+          "('stray') expects its gradient from DDP, but DDP did not reduce it") for hook in STEPPING),
+    *(Row(f"{hook.__name__}: unfrozen", unfrozen(lambda t, model, hook=hook: connected(
+        t, hook, model.named_parameters(), model)), RuntimeError,
+        "('after.bias') expects its gradient from DDP|wrap the model after unfreezing") for hook in STEPPING),
+    *(Row(f"{hook.__name__}: another memory format", another_format(lambda t, ddp, optimizer, hook=hook: hook(
+        allreduce_hook, ddp, optimizer)), ValueError, f"{hook.__name__}|memory format|DDP and the optimizer")
+      for hook in STEPPING),
+    Row("a stepping hook inside the interleaved one", hook_around, ValueError, "expects a hook that only reduces"),
+    *(
+        Row(f"{name} {what}", way(case), error, f"{name}|{words}", changes=changes)
+        for name, way in (("shard_ddp_gradients", at_once), ("reduce_scatter_hook", by_the_hook))
+        for what, (case, error, words, changes) in CASES.items()
+    ),
+    Row("shard_ddp_gradients of no DDP", lambda t: shardstep.shard_ddp_gradients(net(), zero(t, [weight()])), TypeError,
+        "expects a DistributedDataParallel module but got a Net"),
+    Row("shard_ddp_gradients of two modules", two_modules, TypeError, "a ModuleList, with 2 of them in or around it"),
+    Row("shard_ddp_gradients once more", once_more, ValueError, "sharded already|Call it once"),
+    Row("shard_ddp_gradients where there is a hook", has_a_hook, RuntimeError, "can only be called once"),
+    Row("shard_ddp_gradients: ranks differ", settings_differ, RuntimeError,
+        like("gradient_as_bucket_view is False / True", "rank 0")),
+    Row("shard_ddp_gradients: unfrozen", unfrozen(under_ddp), RuntimeError,
+        "('after.bias') expects its gradient from DDP|wrap the model after unfreezing"),
+    Row("shard_ddp_gradients: another memory format", another_format(shard), ValueError,
+        "shard_ddp_gradients|memory format|DDP and the optimizer"),
+    Row("shard_ddp_gradients: a sparse gradient", sparse_under_ddp, RuntimeError, "expects dense gradients"),
+]  # fmt: skip
+HOOKED = [replace(row, config=PAIR) for row in HOOKED]
+HOOKED += trains(
+    *(
+        row
+        for mode in ("hook", "interleaved", "hook scattering", "interleaved scattering")
+        for row in (
+            Row(f"{mode}: clip", method("clip_grad_norm_", 1.0), RuntimeError, "clip_grad_norm_|Drop overlap_with_ddp",
+                Configuration(mode=mode)),
+            Row(f"{mode}: deepcopy", lambda t: copy.deepcopy(t.ours.optimizer), RuntimeError, COPY,
+                Configuration(mode=mode), changes=24),
+        )
+    ),
+    Row("under DDP: deepcopy", lambda t: copy.deepcopy(t.ours.optimizer), RuntimeError, COPY,
+        Configuration(mode="under DDP"), changes=24),
+    Row("under DDP: the optimizer's no_sync", enter(lambda t: t.ours.optimizer.no_sync()), RuntimeError,
+        "Under DDP use no_sync of DDP", Configuration(mode="under DDP")),
+    Row("under DDP: a group that DDP has not", add(fresh()), ValueError,
+        "add_param_group expects parameters of the DDP module", Configuration(mode="under DDP", names=True)),
+    *(Row(f"under DDP, a sharded gradient: {code}", look(code), RuntimeError, "full_grad",
+          Configuration(mode="under DDP")) for code in LOOKS[::8]),
+)  # fmt: skip
+
+
+TABLE = {row.what: row for row in (*BUILDING, *UNLIKE, *ADDING, *STATES, *SHARDING, *HOOKED)}
