@@ -11,6 +11,7 @@ import copy
 import io
 import pickle
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -85,10 +86,11 @@ def mine(t: Trial, value: Any) -> Any:
 
 
 def outcome(call: Callable[[], Any]) -> tuple[type[BaseException] | None, str]:
-    """Class and text of what it raises; nothing of the exception is kept, which would keep optimizers alive."""
+    """Class and text of what it raises. Its frames are cleared: an optimizer keeps what another rank has told it."""
     try:
         call()
     except Exception as error:
+        traceback.clear_frames(error.__traceback__)
         return type(error), str(error)
     return None, ""
 
@@ -114,7 +116,8 @@ def check(row: Row, t: Trial) -> None:
         for op in GO_ON:
             t._do(op)
     elif row.after == REFUSES:
-        for call in (t.ours.step, t.ours.optimizer.check_replicas, t.ours.optimizer.consolidate_state_dict):
+        further = () if t.config.steps_in_backward else (t.ours.step,)  # (DDP goes no further after an error in a hook)
+        for call in (*further, t.ours.optimizer.check_replicas, t.ours.optimizer.consolidate_state_dict):
             found, text = outcome(call)
             assert found is not None, f"after {row.what!r} {call.__name__} raised nothing (rank {t.rank})"
             assert AGAIN in text, f"after {row.what!r}: {call.__name__} ended with {text} (rank {t.rank})"
@@ -144,7 +147,8 @@ def run(config: Configuration, names: Iterable[str], folder: Path, table: dict[s
     for t in trials:
         t.run(GO_ON)
     t = trials = None  # type: ignore[assignment]
-    before.check()
+    if not any(row.after in (REFUSES, OVER) for row in queue):
+        before.check()
     return counts
 
 
@@ -1108,4 +1112,556 @@ HOOKED += trains(
 )  # fmt: skip
 
 
-TABLE = {row.what: row for row in (*BUILDING, *UNLIKE, *ADDING, *STATES, *SHARDING, *HOOKED)}
+# --- steps that fail ----------------------------------------------------------------------------------------------
+
+
+def failing(t: Trial) -> None:
+    """The local optimizer of one rank raises."""
+    Tempered.failing = t.rank == ODD
+    try:
+        t.ours.backward(Backward(), t.number)
+        t.ours.step()
+        t.ours.optimizer.wait_for_parameters()
+    finally:
+        Tempered.failing = False
+
+
+def failing_everywhere(t: Trial) -> None:
+    Tempered.failing = True
+    try:
+        t.ours.step()
+    finally:
+        Tempered.failing = False
+
+
+class Breaks(SGD):
+    """Raises at one of its calls, of which there is one for each bucket."""
+
+    calls_left = 0
+
+    def step(self, closure: Any = None) -> Any:
+        Breaks.calls_left -= 1
+        if Breaks.calls_left == 0:
+            raise ArithmeticError("broken on purpose")
+        return super().step(closure)
+
+
+def broken(calls: Callable[[Trial], int], then: Callable[[Trial, Any], Any]) -> Callable[[Trial], Any]:
+    """A step that fails at a bucket, on each rank at another one perhaps; then something else."""
+
+    def do(t: Trial) -> None:
+        params = [weight(64) for _ in range(6)]
+        optimizer = zero(t, params, Breaks, momentum=0.9, bucket_cap_mb=0.0005)
+        set_ones(params)
+        optimizer.step()
+        Breaks.calls_left = calls(t)
+        try:
+            found, text = outcome(optimizer.step)
+            assert found is not None, "the step did not fail"
+            assert "broken on purpose" in text, text
+        finally:
+            Breaks.calls_left = 0
+        then(t, optimizer)
+
+    return do
+
+
+def closure(t: Trial) -> None:
+    def fails() -> float:
+        if t.rank == ODD:
+            raise ArithmeticError("out of luck")
+        return 1.0
+
+    t.ours.step(closure=fails)
+
+
+STEPS = [
+    *(
+        Row(f"{mode}: a step fails on one rank", failing, RuntimeError,
+            Odd("own step failed", f"own step failed|rank {ODD} failed"), after=REFUSES,
+            config=Configuration(mode=mode, optimizer="Tempered", ranks=3))
+        for mode in ("default", "lazy", "sharded", "under DDP", "hook")
+    ),
+    *(
+        Row(f"{mode}: a step fails on all ranks", failing_everywhere, RuntimeError, "own step failed", after=TRAINS,
+            config=Configuration(mode=mode, optimizer="Tempered", ranks=3))
+        for mode in ("default", "sharded", "under DDP")
+    ),
+    Row("a closure fails on one rank", closure, told(ArithmeticError), "out of luck", after=OVER),
+    *(
+        Row(f"{call} after ranks failed at different buckets", broken(lambda t: (2, 4, 0)[t.rank],
+            lambda t, optimizer, call=call: getattr(optimizer, call)()), RuntimeError, f"{AGAIN}|broken on purpose")
+        for call in ("step", "check_replicas", "consolidate_state_dict")
+    ),
+    Row("save after a step that failed", broken(lambda t: 3, lambda t, optimizer: checkpoint.save(
+        t.folder / "torn", optimizer)), RuntimeError, "half updated|Resume from the last checkpoint"),
+]  # fmt: skip
+
+# --- one rank raises in forward or backward, and all skip the batch: five seconds of patience each ------------------
+
+
+def skipped(place: Any) -> Callable[[Trial], Any]:
+    def do(t: Trial) -> None:
+        here = t.rank == ODD
+        try:
+            t.ours.backward(Backward(), t.number, place if here else "")
+        finally:
+            t.number += 1
+
+    return do
+
+
+PATIENCE = trains(
+    *(
+        Row(f"{mode}: {place} raises on one rank", skipped(place), Odd(Expected, None), f"raised in {place}",
+            Configuration(mode=mode), changes=28)
+        for mode, place in (("sharded", "forward"), ("sharded", "backward"), ("sharded lazy", "backward"),
+                            ("under DDP", "forward"))
+    ),
+)  # fmt: skip
+
+# --- a rank that does not come ------------------------------------------------------------------------------------
+
+
+def missed(call: Callable[[Trial, Any, Any], Any], here: Any = None, **options: Any) -> Callable[[Trial], Any]:
+    """All but one rank call it, over a group with a short time-out; that one does something else, or nothing."""
+
+    def do(t: Trial) -> None:
+        ranks = dist.new_group(t.members, timeout=timedelta(seconds=BRIEF), use_local_synchronization=True)
+        model = net()
+        optimizer = ZeroRedundancyOptimizer(model.named_parameters(), Adam, ranks, lr=0.1, **options)
+        iterate(t, model, optimizer)
+        backward(t, model)
+        chosen = mine(t, Odd(here, call))
+        if chosen is not None:
+            chosen(t, model, optimizer)
+
+    return do
+
+
+def freeze(t: Trial, model: Any, optimizer: Any) -> None:
+    model.after.bias.requires_grad_(False)
+    model.after.bias.grad = None
+    optimizer.step()
+
+
+def step(t: Trial, model: Any, optimizer: Any) -> None:
+    optimizer.step()
+
+
+NOT_HERE = "expects a call on every rank of the group"
+ABSENT = [
+    Row("one rank does not step", missed(step), MISSED, "It expects all ranks|did not come to it"),
+    Row("one rank does not step, sharded", missed(step, shard_gradients=True), MISSED, "did not come to it"),
+    Row("one rank does not step, lazy", missed(lambda t, model, optimizer: (optimizer.step(), model.before.weight.sum()),
+        lazy_gather=True), MISSED, "could not be gathered"),
+    Row("one rank does not consolidate", missed(lambda t, model, optimizer: optimizer.consolidate_state_dict()), MISSED,
+        f"consolidate_state_dict {NOT_HERE}|did not call it"),
+    Row("one rank does not ask for a norm", missed(lambda t, model, optimizer: model.before.weight.grad.norm(),
+        shard_gradients=True), MISSED, "did not"),
+    Row("one rank adds a group", missed(step, lambda t, model, optimizer: optimizer.add_param_group(
+        {"params": [("new", weight())]})), RuntimeError, Odd(NOT_HERE, f"rank {ODD} waits in add_param_group")),
+    Row("one rank freezes", missed(step, freeze), RuntimeError,
+        Odd(f"step, after a change of requires_grad|{NOT_HERE}|('after.bias')",
+            f"rank {ODD} waits in step|('after.bias')|from True to False")),
+]  # fmt: skip
+ABSENT = [replace(row, config=PAIR) for row in ABSENT]
+
+# --- meshes, DTensors ---------------------------------------------------------------------------------------------
+
+MESH = Configuration(group="mesh replicated", ranks=4, names=True)
+PLACES = [f"rank {rank} (replicate {rank // 2}, shard {rank % 2})" for rank in range(4)]
+
+
+def mesh_of(ranks: Any, *names: str) -> Callable[[Trial], DeviceMesh]:
+    return lambda t: DeviceMesh("cpu", torch.tensor(ranks), mesh_dim_names=names or None)
+
+
+def placed(*placements: Any) -> Callable[[Trial], list[nn.Parameter]]:
+    """Parameters that are DTensors."""
+    return lambda t: [nn.Parameter(DTensor.from_local(torch.ones(6, 4), mesh_of(range(4))(t), placements))]
+
+
+def freeze_unlike(t: Trial) -> None:
+    """Nothing is changed: they are told before the step."""
+    params = t.ours.model.after.bias, t.ours.model.after.weight
+    t.ours.backward(Backward(), t.number)
+    chosen = params[t.rank == ODD]
+    chosen.requires_grad_(False)
+    chosen.grad = None
+    try:
+        t.ours.step()
+    finally:
+        chosen.requires_grad_(True)
+
+
+def partial_gradient(t: Trial) -> None:
+    params = placed(Replicate())(t)
+    optimizer = zero(t, params)
+    params[0].grad = DTensor.from_local(torch.ones(6, 4), params[0].device_mesh, [Partial()])
+    optimizer.step()
+
+
+def within_a_replica(t: Trial) -> None:
+    mesh = t.ours.optimizer.mesh
+    ddp = DistributedDataParallel(net(), process_group=mesh.get_group(1))
+    shardstep.hook_with_zero_step(allreduce_hook, ddp, zero(t, ddp.parameters(), overlap_with_ddp=True))
+
+
+US = ", ".join(PLACES[rank] for rank in (0, 2, 3))
+MESHES = [
+    Row("a mesh of three dimensions", build(over=mesh_of([[[0, 1]], [[2, 3]]], "replicate", "tensor", "shard")),
+        ValueError, "of two (replicate, shard), but got one of 3: (replicate: 2, tensor: 1, shard: 2)"),
+    Row("a mesh the wrong way", build(over=mesh_of([[0, 1], [2, 3]], "shard", "replicate")), ValueError,
+        "in this order, but got (shard: 2, replicate: 2)"),
+    Row("a mesh of mixed rows", build(over=mesh_of([[0, 1], [3, 2]], "replicate", "shard")), ValueError,
+        "[[0, 1], [3, 2]]|ranks of every row ascend"),
+    Row("a mesh without one rank", build(over=mesh_of([0, 2, 3])), Odd(ValueError, None),
+        "global rank 1 is not in the mesh (without a name: 3)"),
+    Row("a group without one rank", build(over=lambda t: dist.new_group([0, 2, 3])), Odd(ValueError, None),
+        "process_group expects its caller to be a member, but global rank 1 is not"),
+    Row("ranks of a mesh differ", build(lr=Odd(0.2, 0.1)), RuntimeError, like("lr is 0.1 / 0.2", US)),
+    Row("one rank has no mesh", build(over=Odd(lambda t: None, lambda t: t.ours.over)), RuntimeError,
+        "mesh is (without a name: 2, without a name: 2) on|none on rank 1"),
+    Row("one rank of a mesh fails", build(Odd(list, few)), Odd(ValueError, RuntimeError), "empty parameter list"),
+    Row("a hook of DDP over one replica", within_a_replica, ValueError, "its process_group lacks global ranks"),
+    *(Row(f"a DTensor: {placement!r}", lambda t, placement=placement: zero(t, placed(placement)(t)), ValueError,
+          f"the placements ({placement!r}|to_local()") for placement in (Shard(1), Partial())),
+    *(Row(f"a DTensor with {mode}", lambda t, mode=mode: zero(t, placed(Replicate())(t), **{mode: True}), ValueError,
+          f"{mode}=True expects plain tensors|Drop {mode}")
+      for mode in ("shard_gradients", "overlap_with_ddp", "lazy_gather", "parameters_as_bucket_view")),
+    Row("a partial gradient", partial_gradient, ValueError, "gradient|Partial(sum)"),
+    Row("deepcopy with DTensors", lambda t: copy.deepcopy(zero(t, placed(Replicate())(t))), RuntimeError, COPY,
+        changes=24),
+    *trains(
+        Row("ranks of a mesh freeze differently", freeze_unlike, RuntimeError,
+            f"requires_grad is True on {US} but False on {PLACES[1]}"),
+        Row("ranks of a mesh add differently", add(Odd(fresh(4), fresh(3))), RuntimeError,
+            like("shape is [3] / [4]", US)),
+        Row("ranks of a mesh consolidate differently", method("consolidate_state_dict", to=Odd(1, 0)), RuntimeError,
+            like("to is 0 / 1", US)),
+        Row("replicas of a mesh differ", differ, RuntimeError, f"differs between {US} and {PLACES[1]}"),
+    ),
+]  # fmt: skip
+MESHES = [replace(row, config=MESH) for row in MESHES]
+
+
+# --- Join ---------------------------------------------------------------------------------------------------------
+
+
+def in_join(call: Callable[[Trial], Any]) -> Callable[[Trial], Any]:
+    """``call`` after a backward in the context; its error leaves the context as usual."""
+
+    def do(t: Trial) -> None:
+        found: list[BaseException] = []
+        with Join(t.ours.joinables()):
+            try:
+                t.ours.backward(Backward(), t.number)
+                call(t)
+            except RuntimeError as error:
+                found.append(error)
+        if found:
+            raise found.pop()
+
+    return do
+
+
+def early(t: Trial) -> None:
+    with Join(t.ours.joinables(), throw_on_early_termination=True):
+        for _ in range(1 + t.rank):
+            t.ours.zero_grad()
+            t.ours.backward(Backward(), t.number)
+            t.ours.step()
+
+
+JOINS = trains(
+    *(
+        row
+        for mode in ("sharded", "under DDP")
+        for row in (
+            Row(f"{mode}, in Join: broadcast_buffers", in_join(lambda t: t.ours.optimizer.broadcast_buffers(
+                t.ours.model)), RuntimeError, "broadcast_buffers expects all ranks|before or after",
+                Configuration(mode=mode)),
+            Row(f"{mode}, in Join: torch's clip_grad_norm_", in_join(lambda t: clip_grad_norm_(
+                t.ours.model.parameters(), 1.0)), RuntimeError, "is not available in a Join context|clip_grad_norm_",
+                Configuration(mode=mode)),
+            Row(f"{mode}, in Join: a gradient that is scaled", in_join(lambda t: t.ours.model.before.weight.grad.mul_(2)),
+                RuntimeError, "changing a sharded gradient in place is not available in a Join context",
+                Configuration(mode=mode)),
+        )
+    ),
+)  # fmt: skip
+JOINS += [
+    Row("under DDP, in Join: no_sync", in_join(lambda t: t.ours.backward(Backward(sync=False), t.number)), RuntimeError,
+        "Do not accumulate gradients|this one is in no_sync", Configuration(mode="under DDP"), OVER),
+    *(Row(f"{mode}: Join that throws", early, RuntimeError, "exhausted", Configuration(mode=mode), OVER)
+      for mode in ("default", "sharded")),
+]  # fmt: skip
+
+# --- checkpoints --------------------------------------------------------------------------------------------------
+
+
+def save(to: Any = "c", model: Any = True, **options: Any) -> Callable[[Trial], Any]:
+    """Arguments may be an ``Odd``. Nothing may be left of it."""
+
+    def do(t: Trial) -> None:
+        chosen = {key: mine(t, value) for key, value in options.items()}
+        path = mine(t, to) if "://" in mine(t, to) else t.folder / mine(t, to)
+        try:
+            checkpoint.save(path, t.ours.optimizer, t.ours.model if mine(t, model) else None, **chosen)
+        finally:
+            dist.barrier(t.ranks)
+            assert not [*t.folder.glob("c*"), *t.folder.glob(".c*")], "something was written"
+
+    return do
+
+
+def saved(t: Trial, model: bool = True, named: bool = True) -> Path:
+    """A good checkpoint of the trial."""
+    path = t.folder / "good"
+    t.folder.mkdir(parents=True, exist_ok=True)
+    checkpoint.save(path, t.ours.optimizer, t.ours.model if model else None)
+    return path
+
+
+def load_into(make: Callable[[Trial], tuple[Any, Any]], call: Any = checkpoint.load) -> Callable[[Trial], Any]:
+    """Load a good checkpoint into another optimizer (and model)."""
+    return lambda t: call(saved(t), *make(t))
+
+
+def another(t: Trial, change: Any = None, kind: Any = AdamW, names: bool = True, together: bool = False) -> Any:
+    """A model like the trial's, and an optimizer over it with the same groups."""
+    model = net()
+    if change is not None:
+        change(model)
+    found = model.trained()
+    wide, narrow = [one for one in found if one[1].dim() > 1], [one for one in found if one[1].dim() <= 1]
+    parts = [wide + narrow] if together else [wide, narrow]
+    return zero(t, [{"params": part if names else [param for _, param in part]} for part in parts], kind), model
+
+
+def more(model: Any) -> None:
+    model.more = nn.Parameter(torch.ones(3, dtype=torch.float64))
+
+
+def a_buffer(model: Any) -> None:
+    model.register_buffer("more", torch.ones(3))
+
+
+def wider(model: Any) -> None:
+    model.after = nn.Linear(8, 7).double()
+
+
+def form_of(t: Trial, change: Any) -> Any:
+    optimizer, model = another(t, change)
+    iterate(t, model, optimizer)
+    return optimizer.sharded_state_dict(model)
+
+
+def misspelt(t: Trial) -> Any:
+    form = t.ours.optimizer.sharded_state_dict(t.ours.model)
+    if t.rank == ODD:
+        form["param_groups"][0]["params"][0] = "misspelt"
+    return form
+
+
+def second_saver(t: Trial) -> None:
+    plain, path = SGD([weight()], lr=0.1), t.folder / "plain"
+    if t.rank != ODD:
+        checkpoint.save(path, plain)
+    dist.barrier(t.ranks)
+    if t.rank == ODD:
+        checkpoint.save(path, plain)
+
+
+def to_file(t: Trial) -> None:
+    t.folder.mkdir(parents=True, exist_ok=True)
+    (t.folder / "file").write_text("no checkpoint")
+    checkpoint.save(t.folder / "file", t.ours.optimizer)
+
+
+WRAPPER = "Around|ZeroRedundancyOptimizer inside (.inner)|Pass that one"
+FITS = "does not match"
+CHECKPOINTS = trains(
+    *(Row(f"save: {what}", save(**options), error, words) for what, options, error, words in (
+        ("keep=0", {"keep": 0}, ValueError, "keep expects a number from 1 on, or None to delete nothing, but got 0"),
+        ("keep that is text", {"keep": "all"}, ValueError, "keep expects a number|'all'"),
+        ("extra that is a list", {"extra": [1]}, TypeError, "extra expects a dict but got list"),
+        ("extra with numbers as keys", {"extra": {1: 2}}, TypeError, "extra expects strings as keys but got [1]"),
+        ("extra that is code", {"extra": {"f": open}}, EITHER + (TypeError,), "cannot be loaded without running code"),
+        ("keep=0 in the background", {"keep": 0, "asynchronous": True}, ValueError, "keep expects a number"),
+        ("an address", {"to": "s3://c"}, ValueError, "directory expects a path|'s3://c'|dcp.save"),
+        ("ranks differ in directory", {"to": Odd("c1", "c0")}, RuntimeError, "directory is|on rank 1"),
+        ("ranks differ in keep", {"keep": Odd(2, 3)}, RuntimeError, like("keep is 3 / 2", "rank 0")),
+        ("ranks differ in asynchronous", {"asynchronous": Odd(True, False)}, RuntimeError,
+         like("asynchronous is False / True", "rank 0")),
+        ("ranks differ in model", {"model": Odd(False, True)}, RuntimeError, "model|on rank 1"),
+        ("keep=0 on one rank", {"keep": Odd(0, 3)}, told(ValueError), "keep"),
+        ("extra on one rank", {"extra": Odd([1], {})}, told(TypeError), "extra"),
+        ("code on one rank", {"extra": Odd({"f": open}, {"f": 1})}, told(TypeError), "without running code"),
+    )),
+    *(Row(f"{call.__name__} of {what}", lambda t, call=call, make=make: call(t.folder / "c", make(t.ours.optimizer)),
+          TypeError, words)
+      for call in (checkpoint.save, checkpoint.load, checkpoint.resume)
+      for what, make, words in (
+          ("an unknown wrapper", Around, WRAPPER),
+          ("a list", lambda optimizer: [optimizer], "optimizer expects|list"),
+          ("a state dict", lambda optimizer: {}, "optimizer expects|dict"))),
+    Row("save over a file", to_file, EITHER + (FileExistsError,), "directory expects a new path|Choose another"),
+    Row("load of nothing", lambda t: checkpoint.load(t.folder / "c", t.ours.optimizer), checkpoint.CheckpointError,
+        "expects a directory that all ranks see|does not exist"),
+    Row("resume from one of them", lambda t: checkpoint.resume(saved(t), t.ours.optimizer), ValueError,
+        "expects the directory that holds the checkpoints|is one of them"),
+)  # fmt: skip
+CHECKPOINTS += [
+    *(Row(f"load into {what}", load_into(make), error, words, changes=changes) for what, make, error, words, changes in (
+        ("another class", lambda t: another(t, kind=SGD), ValueError, "Was another class saved?|load_model", None),
+        ("more parameters", lambda t: another(t, more), ValueError, f"{FITS}|missing in the checkpoint|more|strict=False",
+         None),
+        ("other shapes", lambda t: another(t, wider), ValueError, f"{FITS}|wrongly shaped|after.weight", None),
+        ("a buffer more on one rank", lambda t: another(t, mine(t, Odd(a_buffer, None))), told(ValueError),
+         "does not match: missing|more of the model", None),
+        ("one group instead of two", lambda t: another(t, together=True), ValueError,
+         "parameter group 0 expects options that were saved together|strict=False", None),
+        ("positions", lambda t: another(t, names=False)[:1], ValueError,
+         "has parameter names|has positions|Pass model=...", None),
+        ("a model of somebody else", lambda t: (another(t, names=False)[0], net()), ValueError,
+         "model expects to have all parameters of the optimizer", None),
+    )),
+    *(Row(f"load_model {what}", load_into(make, checkpoint.load_model), error, words) for what, make, error, words in (
+        ("into no module", lambda t: [net().state_dict()], TypeError, "expects a torch.nn.Module but got OrderedDict"),
+        ("without memory", lambda t: [net().to("meta")], ValueError, "Call to_empty first"),
+        ("of other shapes", lambda t: [another(t, wider)[1]], ValueError, "after.weight of the model|strict=False"),
+    )),
+    Row("load_model where there is none", lambda t: checkpoint.load_model(saved(t, model=False), net()), ValueError,
+        "expects a checkpoint with a model|has none. Save with model="),
+    Row("load_sharded_state_dict of more", lambda t: t.ours.optimizer.load_sharded_state_dict(
+        form_of(t, more), t.ours.model), ValueError, "expects the names of this optimizer|more", after=TRAINS),
+    Row("load_sharded_state_dict that is misspelt on one rank", lambda t: t.ours.optimizer.load_sharded_state_dict(
+        misspelt(t), t.ours.model), told(ValueError), "misspelt", after=TRAINS),
+    Row("a second rank saves a plain optimizer", second_saver, Odd(RuntimeError, None),
+        "of this run has saved|and this is rank", changes=25),
+]  # fmt: skip
+CHECKPOINTS = [replace(row, config=PAIR) for row in CHECKPOINTS]
+
+# --- what else a user may do --------------------------------------------------------------------------------------
+
+
+def stepped(params: Any, change: Callable[[list[Any], Any], Any], **options: Any) -> Callable[[Trial], Any]:
+    """An optimizer that has stepped once; then ``change(params, optimizer)``, and another step."""
+
+    def do(t: Trial) -> None:
+        found = params()
+        optimizer = zero(t, found, **options)
+        set_ones(found)
+        optimizer.step()
+        change(found, optimizer)
+        optimizer.step()
+
+    return do
+
+
+def sparse_grad(params: list[Any], optimizer: Any) -> None:
+    params[1].grad = torch.ones_like(params[1]).to_sparse()
+
+
+def other_dtype(params: list[Any], optimizer: Any) -> None:
+    params[0].data, params[0].grad = params[0].data.float(), None
+
+
+def other_shape(params: list[Any], optimizer: Any) -> None:
+    params[0].data, params[0].grad = torch.ones(9, 9, dtype=torch.float64), None
+
+
+def unscaled(call: Callable[[Any, Any], Any], masters: Any) -> Callable[[Trial], Any]:
+    def do(t: Trial) -> None:
+        params = half("float16", "float16")()
+        groups = [{"params": params[:1], "master_weights": torch.float32}, {"params": params[1:], "master_weights": masters}]
+        optimizer, scaler = zero(t, groups), torch.amp.GradScaler("cpu", init_scale=2.0**16)
+        scaler.scale((params[0] + params[1]).float().sum() * 2.0**-26).backward()
+        call(scaler, optimizer)
+
+    return do
+
+
+def replaced(t: Trial) -> None:
+    model = net()
+    optimizer = zero(t, model.parameters(), parameters_as_bucket_view=True)
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    backward(t, model)
+    optimizer.step()
+
+
+def not_averaged(t: Trial) -> None:
+    """A forgotten DDP: the second step warns, on every rank that differs from the first."""
+    model = net()
+    optimizer = zero(t, model.parameters())
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            iterate(t, model, optimizer)
+    for one in found:
+        if "averaged" in str(one.message):
+            raise one.message
+
+
+def infinite(t: Trial) -> None:
+    t.ours.backward(Backward(bad=0), t.number)
+    t.ours.optimizer.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+def written(t: Trial) -> None:
+    model = net()
+    optimizer = zero(t, model.parameters(), shard="tensor")
+    for param in model.parameters():
+        optimizer.state[param] = {"momentum_buffer": torch.ones_like(param)}
+
+
+def forms(code: str) -> Callable[[Trial], Any]:
+    """A tensor of a sharded state dict, as if it were whole."""
+
+    def do(t: Trial) -> None:
+        entries = t.ours.optimizer.sharded_state_dict(t.ours.model)["state"].values()
+        eval(code, globals(), {"found": next(entry["exp_avg"] for entry in entries if "exp_avg" in entry)})
+
+    return do
+
+
+def counted_twice(t: Trial) -> None:
+    with t.ours.optimizer.count_lost_updates(), t.ours.optimizer.count_lost_updates():
+        pass
+
+
+OTHERS = [
+    Row("a sparse gradient, default mode", stepped(lambda: [weight(), weight(40, 3)], sparse_grad, shard="element"),
+        RuntimeError, "step expects dense gradients"),
+    Row("a sparse gradient of masters", stepped(half("bfloat16", "bfloat16"), sparse_grad, master_weights=torch.float32,
+        shard="tensor"), RuntimeError, "step expects dense gradients"),
+    Row("another dtype after building", stepped(lambda: [weight(), weight()], other_dtype), RuntimeError,
+        "parameter 0 expects to stay as it was|float64|float32"),
+    Row("another shape after building", stepped(lambda: [weight(), weight()], other_shape), RuntimeError,
+        "parameter 0 expects to stay as it was|(3, 2)|(9, 9)"),
+    Row("parameters that were replaced", replaced, RuntimeError, "other parameters|assign=True", changes=26),
+    Row("float16 with and without masters", unscaled(lambda scaler, optimizer: scaler.step(optimizer), None), ValueError,
+        "parameter 1 has none|Set master_weights for its group, too"),
+    Row("unscale_ of float16", unscaled(lambda scaler, optimizer: scaler.unscale_(optimizer), torch.float32), ValueError,
+        "Attempting to unscale FP16 gradients"),
+    Row("gradients that nobody averages", not_averaged, Odd(UserWarning, None),
+        "on rank 1. Wrap the model in DistributedDataParallel, or pass shard_gradients=True"),
+    Row("an entry of a parameter of another rank", written, KeyError, "expects a parameter that this rank owns"),
+    *trains(
+        Row("no_sync in the default mode", enter(lambda t: t.ours.optimizer.no_sync()), RuntimeError,
+            "no_sync expects|shard_gradients=True, or no_sync of DDP"),
+        Row("a norm that is infinite", infinite, RuntimeError, "clip_grad_norm_ expects a finite norm"),
+        Row("clip by order -1", method("clip_grad_norm_", 1.0, -1), ValueError, "expects a number above 0, or inf"),
+        Row("train() of an optimizer without", lambda t: t.ours.optimizer.train(), AttributeError, "train"),
+        Row("count_lost_updates inside another", counted_twice, RuntimeError, "expects to be entered once", changes=26),
+        *(Row(f"a sharded state: {code}", forms(code), RuntimeError, "shard")
+          for code in ("found + 1", "found.numpy()", "found.tolist()", "found.sum()")),
+    ),
+]  # fmt: skip
+OTHERS = [replace(row, config=PAIR) for row in OTHERS]
+
+
+TABLE = {row.what: row for row in (*BUILDING, *UNLIKE, *ADDING, *STATES, *SHARDING, *HOOKED, *STEPS, *PATIENCE,
+                                   *ABSENT, *MESHES, *JOINS, *CHECKPOINTS, *OTHERS)}  # fmt: skip
