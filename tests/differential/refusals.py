@@ -42,8 +42,8 @@ from tests.differential.programs import AddGroup, Backward, Program, Step, ZeroG
 from tests.differential.trial import Trial
 
 ODD = 1  # the rank that does something else than the others, where one does
-SOON = 8.0  # seconds: far below any process group's time-out, and enough for a machine that is busy
-BRIEF = 1.5  # the time-out of a process group that is made to be waited for
+SOON = 15.0  # seconds: below the time-out of any process group, and enough for a machine that is busy
+BRIEF = 3.0  # seconds: the time-out of a process group that is made to be waited for
 START: Program = (Backward(), Step(), ZeroGrad())
 GO_ON: Program = (ZeroGrad(), Backward(), Step(), ZeroGrad())
 
@@ -163,8 +163,20 @@ def run(config: Configuration, names: Iterable[str], folder: Path) -> Counter[st
         t.run(GO_ON)
     t = trials = None  # type: ignore[assignment]  # (and with them everything that a row has kept)
     if not any(row.after in (REFUSES, OVER) for row in queue):
-        before.check()
+        _check_leftovers(before)
     return counts
+
+
+def _check_leftovers(before: leftovers.Before, patience: float = 5.0) -> None:
+    """A thread may hold something for a moment."""
+    end = time.monotonic() + patience
+    while True:
+        try:
+            return before.check()
+        except AssertionError:
+            if time.monotonic() > end:
+                raise
+            time.sleep(0.2)
 
 
 # --- small things to do wrong something with ----------------------------------------------------------------------
@@ -728,6 +740,7 @@ STATES += [
 # --- shard_gradients ----------------------------------------------------------------------------------------------
 
 SHARDED = Configuration(mode="sharded", names=True)
+UNDER = Configuration(mode="under DDP", names=True)
 
 
 @operation
@@ -1027,22 +1040,22 @@ HOOKED = [replace(row, config=PAIR) for row in HOOKED]
 HOOKED += trains(
     *(
         row
-        for mode in ("hook", "interleaved", "hook scattering", "interleaved scattering")
+        for mode in ("hook", "interleaved scattering")
         for row in (
             Row(f"{mode}: clip", method("clip_grad_norm_", 1.0), RuntimeError, "clip_grad_norm_|Drop overlap_with_ddp",
-                Configuration(mode=mode)),
+                Configuration(mode=mode, names=True)),
             Row(f"{mode}: deepcopy", lambda t: copy.deepcopy(t.ours.optimizer), RuntimeError, COPY,
-                Configuration(mode=mode), changes=24),
+                Configuration(mode=mode, names=True), changes=24),
         )
     ),
     Row("under DDP: deepcopy", lambda t: copy.deepcopy(t.ours.optimizer), RuntimeError, COPY,
-        Configuration(mode="under DDP"), changes=24),
+        UNDER, changes=24),
     Row("under DDP: the optimizer's no_sync", enter(lambda t: t.ours.optimizer.no_sync()), RuntimeError,
-        "Under DDP use no_sync of DDP", Configuration(mode="under DDP")),
+        "Under DDP use no_sync of DDP", UNDER),
     Row("under DDP: a group that DDP has not", add(fresh()), ValueError,
-        "add_param_group expects parameters of the DDP module", Configuration(mode="under DDP", names=True)),
+        "add_param_group expects parameters of the DDP module", UNDER),
     *(Row(f"under DDP, a sharded gradient: {code}", look(code), RuntimeError, "full_grad",
-          Configuration(mode="under DDP")) for code in LOOKS[::8]),
+          UNDER) for code in LOOKS[::8]),
 )  # fmt: skip
 
 
@@ -1111,7 +1124,7 @@ STEPS = [
         Row(f"{mode}: a step fails on one rank", failing, RuntimeError,
             Odd("own step failed", f"own step failed|rank {ODD} failed"), after=REFUSES,
             config=Configuration(mode=mode, optimizer="Tempered", ranks=3))
-        for mode in ("default", "lazy", "sharded", "under DDP", "hook")
+        for mode in ("default", "sharded", "under DDP", "hook")
     ),
     *(
         Row(f"{mode}: a step fails on all ranks", failing_everywhere, RuntimeError, "own step failed", after=TRAINS,
@@ -1140,7 +1153,7 @@ def skipped(t: Trial, place: str) -> Any:
 PATIENCE = trains(
     *(
         Row(f"{mode}: {place} raises on one rank", skipped(place), Odd(Expected, None), f"raised in {place}",
-            Configuration(mode=mode), changes=28)
+            Configuration(mode=mode, names=True), changes=28)
         for mode, place in (("sharded", "forward"), ("sharded", "backward"), ("sharded lazy", "backward"),
                             ("under DDP", "forward"))
     ),
@@ -1188,7 +1201,7 @@ ABSENT = [
         Odd(f"step, after a change of requires_grad|{NOT_HERE}|('after.bias')",
             f"rank {ODD} waits in step|('after.bias')|from True to False")),
 ]  # fmt: skip
-ABSENT = [replace(row, config=PAIR) for row in ABSENT]
+ABSENT = [replace(row, config=PAIR, after=OVER) for row in ABSENT]
 
 # --- meshes, DTensors ---------------------------------------------------------------------------------------------
 
@@ -1301,21 +1314,21 @@ JOINS = trains(
         for row in (
             Row(f"{mode}, in Join: broadcast_buffers", in_join(lambda t: t.ours.optimizer.broadcast_buffers(
                 t.ours.model)), RuntimeError, "broadcast_buffers expects all ranks|before or after",
-                Configuration(mode=mode)),
+                Configuration(mode=mode, names=True)),
             Row(f"{mode}, in Join: torch's clip_grad_norm_", in_join(lambda t: clip_grad_norm_(
                 t.ours.model.parameters(), 1.0)), RuntimeError, "is not available in a Join context|clip_grad_norm_",
-                Configuration(mode=mode)),
+                Configuration(mode=mode, names=True)),
             Row(f"{mode}, in Join: a gradient that is scaled", in_join(
                 lambda t: t.ours.model.before.weight.grad.mul_(2)), RuntimeError,
                 "changing a sharded gradient in place is not available in a Join context",
-                Configuration(mode=mode)),
+                Configuration(mode=mode, names=True)),
         )
     ),
 )  # fmt: skip
 JOINS += [
     Row("under DDP, in Join: no_sync", in_join(lambda t: t.ours.backward(Backward(sync=False), t.number)), RuntimeError,
-        "Do not accumulate gradients|this one is in no_sync", Configuration(mode="under DDP"), OVER),
-    *(Row(f"{mode}: Join that throws", early, RuntimeError, "exhausted", Configuration(mode=mode), OVER)
+        "Do not accumulate gradients|this one is in no_sync", UNDER, OVER),
+    *(Row(f"{mode}: Join that throws", early, RuntimeError, "exhausted", Configuration(mode=mode, names=True), OVER)
       for mode in ("default", "sharded")),
 ]  # fmt: skip
 

@@ -29,7 +29,7 @@ CASES = _cases()
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{n}-{c.mode}-{c.ranks}" for n, (c, _) in enumerate(CASES)])
 def test_wrong_use_ends_as_the_table_says_and_training_goes_on(number: int) -> None:
     config, names = CASES[number]
-    outcome = pool("cpu").run(config, names, by=refusals.run)
+    outcome = pool("cpu").run(config, names, timeout=120, by=refusals.run)
     assert not outcome.error, f"{outcome.error}\nTo run it alone: python -m tests.differential.test_refusals 'its name'"
     assert sorted(outcome.counts) == sorted(names)
 
