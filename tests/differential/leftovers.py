@@ -32,7 +32,9 @@ class Before:
 
 
 def _threads() -> set[str]:
-    return {thread.name for thread in threading.enumerate() if thread.is_alive()}
+    """Those of Python. (Of an accelerator autograd has a thread of its own, which Python meets in a hook.)"""
+    started = (thread for thread in threading.enumerate() if not isinstance(thread, threading._DummyThread))
+    return {thread.name for thread in started if thread.is_alive()}
 
 
 def _slots() -> set[str]:
