@@ -140,8 +140,9 @@ class Configuration:
     memory_format: str = "contiguous"
     transport: str = "shared memory"
     reducing: str = "as it is"  # with sharded gradients: "one in flight", "six in flight", "at the end", "float32"
+    groups: str = "two"  # of parameters, or "one"
     built: str = "last"  # or "first": before the model is wrapped and moved
-    watch: str = "all"  # or "weights": ask for nothing that might help a step along
+    watch: str = "all"  # or "weights": ask for nothing that might help a step along; "time": monitors.py
     device: str = "cpu"
 
     def __repr__(self) -> str:
@@ -218,11 +219,22 @@ class Configuration:
     def may_edit(self) -> bool:
         return self.masters in (None, torch.float32)  # "remainder" keeps the lower bits of what is changed
 
+    @property
+    def may_rewrap(self) -> bool:
+        """A stepping hook around ``reduce_scatter_hook`` cannot be made anew: "Make one hook for an optimizer."."""
+        return self.uses_ddp and self.mode not in ("hook scattering", "interleaved scattering")
+
+    @property
+    def may_save_beside(self) -> bool:
+        """Not parameters that are not contiguous: the thread that writes reads them before they are copied (a bug)."""
+        return self.device == "cpu" or self.model != "odd"
+
     def bit_equal(self) -> bool:
         """Where the weights of DDP are promised to the bit.
 
         Gradients that we sum are added rank by rank, and gloo adds them in another order: two ranks are the most for
-        which that is the same. (The simulated device adds rank by rank, too.) Fused kernels have a scalar tail that rounds otherwise; in 16 bits so have others.
+        which that is the same. (The simulated device adds rank by rank, whoever sums.) Fused kernels have a scalar
+        tail that rounds otherwise; in 16 bits so have others.
         """
         sums = not self.reduces or (self.ranks <= 2 and self.mesh is None and self.reducing != "float32")
         sums = sums and not (self.reduces and self.precision.startswith("float16"))  # halves that underflow
@@ -264,7 +276,7 @@ SIMULATED: dict[str, tuple[Any, ...]] = {
     **AXES,
     "optimizer": ("AdamW", "SGD", "Adafactor", "Tempered"),
     "precision": ("float64", "bfloat16 float32", "bfloat16 remainder"),
-    "model": ("plain", "odd", "two dtypes"),  # (the device has no convolutions)
+    "model": ("plain", "odd", "two dtypes", "streams"),  # (the device has no convolutions)
     "memory_format": ("contiguous",),
     "ranks": (2, 3, 1),
     "group": ("first", "last", "mesh"),

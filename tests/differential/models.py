@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -36,7 +37,8 @@ class Net(nn.Module):
 
     ``kind`` chooses what the branches are: "plain" (matrices and vectors), "conv" (4-dim weights, for channels_last),
     "single" (one parameter in all, so that ranks own nothing), "odd" (no elements, one element, no dimension, a
-    transposed weight), "two dtypes" (a branch in float32), "tied" (one weight used twice), "attention".
+    transposed weight), "two dtypes" (a branch in float32), "tied" (one weight used twice), "attention", "streams" (each
+    branch computes on a stream of its own, if it is on a device that has streams).
     """
 
     def __init__(self, kind: str, dtype: torch.dtype, seed: int) -> None:
@@ -87,13 +89,24 @@ class Net(nn.Module):
             value = torch.tanh(self.before(data))
             for at, branch in enumerate(self.branches):
                 if at not in skip:
-                    value = value + torch.tanh(self._through(branch, value))
+                    value = value + torch.tanh(self._beside(at, branch, value))
             if self.kind == "tied":
                 value = value + torch.tanh(self._through(self.branches[0], value))
             value = Fault.apply(value, place if place == "backward" else "")
             value = self.after(value.to(self.after.weight.dtype))
         value = Fault.apply(value, place).to(self.late.weight.dtype)
         return self.late(value)
+
+    def _beside(self, at: int, branch: nn.Module, value: Tensor) -> Tensor:
+        if self.kind != "streams" or value.device.type == "cpu":
+            return self._through(branch, value)
+        here, stream = torch.accelerator.current_stream(value.device), _stream(value.device, at)
+        stream.wait_stream(here)
+        with stream:
+            result = self._through(branch, value)
+        here.wait_stream(stream)
+        result.record_stream(here)
+        return result
 
     def _through(self, branch: nn.Module, value: Tensor) -> Tensor:
         if isinstance(branch, nn.Conv2d):
@@ -107,6 +120,11 @@ class Net(nn.Module):
         if hasattr(branch, "nothing"):
             result = result + branch.nothing.sum()
         return result.to(value.dtype)
+
+
+@functools.cache
+def _stream(device: torch.device, number: int) -> torch.Stream:
+    return torch.Stream(device)
 
 
 def batch(number: int, rank: int, dtype: torch.dtype) -> Tensor:

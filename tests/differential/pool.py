@@ -37,7 +37,7 @@ _context.set_forkserver_preload(
 )
 SIZE = 4
 CASES = 60  # after which the processes are started anew: side groups of deleted optimizers stay open (issue 26)
-STARTING = 60.0
+STARTING = 240.0  # on a busy machine
 
 
 class Outcome(NamedTuple):
@@ -82,6 +82,10 @@ class Pool:
             process.start()
             theirs.close()
             self._ranks.append((process, ours))
+        for _, pipe in self._ranks:
+            if not pipe.poll(STARTING):
+                raise RuntimeError("a process of the pool did not start")
+            pipe.recv()
         self._left = CASES
 
     def _answers(self, deadline: float) -> list[tuple[float, str, dict[str, int]]]:
@@ -135,6 +139,7 @@ def _work(pipe: Any, rank: int, port: int, device: str) -> None:
     dist.init_process_group(backends, store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=30))
     dist.barrier()
     gc.freeze()  # what was imported is not looked at again
+    pipe.send("ready")
     while True:
         try:
             by, config, program, folder, test = pipe.recv()

@@ -65,6 +65,14 @@ class Step(Operation):
 
 
 @dataclass(frozen=True, repr=False)
+class Loop(Operation):
+    """``count`` whole iterations. Nothing in between looks at anything, so nobody waits who need not."""
+
+    count: int = 4
+    clip: Literal["", "torch", "ours"] = ""
+
+
+@dataclass(frozen=True, repr=False)
 class ZeroGrad(Operation):
     set_to_none: bool = True
     by: Literal["optimizer", "model"] = "optimizer"
@@ -168,7 +176,7 @@ class Raise(Operation):
 
 @dataclass(frozen=True, repr=False)
 class RaiseInStep(Operation):
-    """The optimizer's own step raises, on every rank and before it changes anything."""
+    """The optimizer's own step raises, on every rank and before it changes anything; then it is made again."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -191,7 +199,8 @@ class Look(Operation):
 
 
 OPERATIONS = (
-    Backward, Clip, Unscale, ScalerStep, Step, ZeroGrad, Schedule, SetLr, Freeze, Unfreeze, Rewrap, AddGroup, Edit,
-    LoadModel, Consolidate, Exchange, Resume, Plain, Save, Restore, CopyModel, Raise, RaiseInStep, Uneven, Switch, Look,
+    Backward, Clip, Unscale, ScalerStep, Step, Loop, ZeroGrad, Schedule, SetLr, Freeze, Unfreeze, Rewrap, AddGroup,
+    Edit, LoadModel, Consolidate, Exchange, Resume, Plain, Save, Restore, CopyModel, Raise, RaiseInStep, Uneven, Switch,
+    Look,
 )  # fmt: skip
 Program = tuple[Operation, ...]

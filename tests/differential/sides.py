@@ -20,7 +20,7 @@ import shardstep
 from shardstep import ZeroRedundancyOptimizer
 from tests.differential.configurations import Configuration, optimizer_of
 from tests.differential.models import Expected, Net, batch
-from tests.differential.programs import Backward, Clip
+from tests.differential.programs import Backward, Clip, Loop
 
 HOOKS: dict[str, tuple[Any, Any]] = {
     "hook": (shardstep.hook_with_zero_step, allreduce_hook),
@@ -51,17 +51,23 @@ class Side:
 
     def params(self) -> list[tuple[str, nn.Parameter]]:
         """What the optimizer has, by name, in its order."""
-        trained = self.model.trained()
-        ordered = [one for one in trained if one[1].dim() > 1] + [one for one in trained if one[1].dim() <= 1]
+        ordered = [one for group in self._split() for one in group]
         return ordered + ([(f"late.{name}", param) for name, param in self.model.late.named_parameters()] * self.added)
+
+    def _split(self) -> list[list[tuple[str, nn.Parameter]]]:
+        """By group: matrices, and vectors."""
+        trained = self.model.trained()
+        if self.config.groups == "one":
+            return [trained]
+        split = [one for one in trained if one[1].dim() > 1], [one for one in trained if one[1].dim() <= 1]
+        return [group for group in split if group]
 
     def groups(self, tensors: Callable[[nn.Parameter], Tensor] = lambda param: param) -> list[dict[str, Any]]:
         """Matrices, vectors with other options, and what was added."""
         others = optimizer_of(self.config.optimizer)[2]
-        trained = self.model.trained()
-        matrices = [one for one in trained if one[1].dim() > 1]
-        vectors = [one for one in trained if one[1].dim() <= 1]
-        found = [{"params": matrices}, *([{"params": vectors, **others}] if vectors else [])]
+        found: list[dict[str, Any]] = [{"params": params} for params in self._split()]
+        for group in found[1:]:
+            group |= others
         if self.added:
             found.append(self.late_group())
         for group in found:
@@ -94,7 +100,9 @@ class Side:
     # --- what a program does --------------------------------------------------------------------------------------
 
     def loss(self, op: Backward, number: int, place: str = "") -> Tensor:
-        data = batch(number, self.rank, self.config.dtype).to(self.device)
+        data = batch(number, self.rank, self.config.dtype)
+        if self.device != "cpu":  # as a DataLoader with pin_memory does it: the host does not wait
+            data = data.pin_memory().to(self.device, non_blocking=True)
         skip = op.skip if op.only is None or op.only == self.rank else ()
         result = self.wrapped(data, skip, place).square().mean()
         return result * float("inf") if op.bad == self.rank else result
@@ -120,6 +128,20 @@ class Side:
             nn.utils.clip_grad_value_(params, op.max_norm)
             return None
         return nn.utils.clip_grad_norm_(params, op.max_norm, op.norm_type)
+
+    def loop(self, op: Loop, first: int) -> None:
+        for number in range(first, first + op.count):
+            self.iterate(op, number)
+
+    def iterate(self, op: Loop, number: int) -> None:
+        for _, call in self.parts(op, number):
+            call()
+
+    def parts(self, op: Loop, number: int) -> list[tuple[str, Callable[[], Any]]]:
+        """Of an iteration."""
+        clip = [("clip", lambda: self.clip(Clip(how=op.clip)))] if op.clip else []
+        backward = ("backward", lambda: self.backward(Backward(), number))
+        return [("zero_grad", self.zero_grad), backward, *clip, ("step", self.step)]
 
     def schedule(self) -> None:
         if self.scheduler is None:

@@ -19,6 +19,7 @@ from tests.differential.programs import (
     Freeze,
     LoadModel,
     Look,
+    Loop,
     Operation,
     Plain,
     Program,
@@ -121,6 +122,9 @@ def changes(config: Configuration) -> Any:
             st.one_of(iterations(config), _phrase(st.builds(Freeze, index=index)), st.just(())),
         ),
     ]
+    if config.device != "cpu":
+        ways = ("", "torch") if config.sixteen else ("", "torch", "ours")
+        found.append(_phrase(st.builds(Loop, count=st.integers(2, 5), clip=st.sampled_from(ways))))
     if config.uses_ddp:
         found.append(_phrase(st.just(Rewrap())))
     else:

@@ -19,8 +19,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardstep import checkpoint
+from tests.accelerator import simulated
 from tests.differential import leftovers
 from tests.differential.configurations import SIXTEEN, Configuration, Tempered, invalid
+from tests.differential.monitors import Watched
 from tests.differential.programs import (
     AddGroup,
     Backward,
@@ -32,6 +34,7 @@ from tests.differential.programs import (
     Freeze,
     LoadModel,
     Look,
+    Loop,
     Operation,
     Program,
     Raise,
@@ -94,7 +97,8 @@ class Trial:
         self.rank = self.members.index(dist.get_rank())
         arguments = config, self.ranks, self.rank, self.frozen, self.added
         self.plain = Plain(*arguments, alone=alone)
-        self.ours = Sharded(*arguments, over if config.mesh or config.ranks < world else None)
+        kind = Sharded if config.device == "cpu" else Watched
+        self.ours = kind(*arguments, over if config.mesh or config.ranks < world else None)
         self.sides: tuple[Side, Side] = (self.plain, self.ours)
         if config.optimizer == "ScheduleFree":
             self.plain.optimizer.train()
@@ -137,13 +141,22 @@ class Trial:
             # Known, and wrong until issue 28: ranks compare what is frozen in the next backward, and a rank without
             # any input does not come. The others wait until the time-out.
             op = replace(op, batches=tuple(max(count, 1) for count in op.batches))
+        if isinstance(op, Loop) and not config.may_clip:
+            return Loop(op.count)
+        if isinstance(op, Save) and op.asynchronous and not config.may_save_beside:
+            return Save()
+        if isinstance(op, Resume) and op.how == "asynchronous" and not config.may_save_beside:
+            return replace(op, how="checkpoint")
+        may_freeze = config.may_rewrap or not config.uses_ddp
         needed = {
             Clip: config.may_clip,
             Unscale: config.may_scale,
             ScalerStep: config.may_scale,
             Edit: config.may_edit,
             LoadModel: config.may_edit,
-            Rewrap: config.uses_ddp,
+            Rewrap: config.may_rewrap,
+            Freeze: may_freeze,
+            Unfreeze: may_freeze,
             Uneven: config.may_join and (self.stepped or config.built == "last"),
             Raise: not config.uses_ddp or (isinstance(op, Raise) and op.place == "forward"),
             RaiseInStep: not config.steps_in_backward,
@@ -208,6 +221,14 @@ class Trial:
         self.ours.optimizer.check_replicas()
         if self.config.watch == "all":
             self._compare_state(self.number % len(self.ours.params()))
+
+    def _loop(self, op: Loop) -> None:
+        if op.clip:
+            self.exact = self.exact and not self.config.reduces and op.clip != "ours"
+        for side in self.sides:
+            side.loop(op, self.number)
+        self.number += op.count
+        self.synced, self.unsynced, self.stepped = 1, False, True
 
     def _frozen_versions(self) -> list[int]:
         return [param._version for _, param in self.ours.params() if not param.requires_grad]
@@ -298,6 +319,8 @@ class Trial:
             raise Mismatch("a step that fails raised nothing")
         finally:
             Tempered.failing = False
+        for side in self.sides:
+            side.step()
 
     def _uneven(self, op: Uneven) -> None:
         counts = [op.batches[rank % len(op.batches)] for rank in range(self.config.ranks)]
@@ -607,6 +630,8 @@ def run(config: Configuration, program: Program, folder: Path) -> dict[str, int]
     before = leftovers.Before()
     trial = Trial(config, folder)
     trial.run(program)
+    if config.device != "cpu":
+        simulated.check()
     counts, member = dict(trial.counts), trial.is_member
     # torch's get_state_dict keeps the slots of a sharded optimizer mapped (seen; issue 24 takes our part of it out).
     slots = not any(isinstance(op, Resume) and op.how == "get_state_dict" for op in program)
