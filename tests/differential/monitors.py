@@ -75,13 +75,20 @@ class Watched(Sharded):
 
 
 def check_reads(config: Configuration, reads: Iterable[HostRead], count: int) -> None:
-    """With ``find_unused_parameters`` sharded gradients wait once per backward (docs/limits.md, `shard_gradients`)."""
+    """Of unused parameters sharded gradients hear once per backward (docs/limits.md, "`shard_gradients`").
+
+    Also under DDP, and there also if its graph is static and a parameter is frozen.
+    """
     own = [f"{read.kind} at {read.line}" for read in reads if read.origin == "shardstep"]
-    if config.find_unused and not config.uses_ddp:
+    if config.reduces and tells_usage(config):
         told = [line for line in own if "usage_exchange.py" in line]
         own = [line for line in own if line not in told] + told[count:]
     if own:
         raise Noticed(f"the host waited: {own}")
+
+
+def tells_usage(config: Configuration) -> bool:
+    return config.find_unused or config.static_graph
 
 
 def check_frees(frees: Iterable[Any]) -> None:
@@ -107,7 +114,7 @@ def check_collectives(config: Configuration, log: Log, buckets: int) -> None:
         sent = Counter(_kind(one.name) for one in entries if one.kind == "collective" and "/shardstep/" in one.line)
         if config.uses_ddp:
             del sent["all_reduce"]
-        most = {"zero_grad": 0, "clip": 1}.get(part, buckets + (config.find_unused and config.reduces))
+        most = {"zero_grad": 0, "clip": 1}.get(part, buckets + (config.reduces and tells_usage(config)))
         if any(count > most for count in sent.values()):
             raise Noticed(f"{part} has sent {dict(sent)} for {buckets} buckets")
 
