@@ -17,7 +17,7 @@ OWN    := not optimizers and not frameworks and not package and not docs and not
 # Each of the processes that a run of the tests starts would compile all of it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-all test-extended test-programs test-mutants test-corpus test-optimizers test-frameworks test-migration test-package test-accelerator test-gpu test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-precision bench-hosts bench-gpu bench-checkpoint bench-compare clean
+.PHONY: train test test-fuzz test-all test-extended test-programs test-mutants test-corpus test-optimizers test-frameworks test-migration test-package test-accelerator test-gpu test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-precision bench-hosts bench-gpu bench-checkpoint bench-compare clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -39,6 +39,12 @@ DEVICE = $(BIN)/python -c 'from tests.accelerator import simulated; simulated.mi
 test: lint
 	$(DEVICE)
 	$(BIN)/python -m pytest -m "not again and not programs and not extended and $(OWN)" $(ARGS)
+
+# New programs against DDP, for so many seconds: make test-fuzz SECONDS=600
+SECONDS ?= 600
+test-fuzz: $(VENV)/installed
+	$(DEVICE)
+	$(BIN)/python -m tests.differential.cases --seconds $(SECONDS) $(ARGS)
 
 # Tests that take long, and whose claim a cheaper one makes as well.
 test-extended: $(VENV)/installed

@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.differential.counted import pytest_sessionfinish, pytest_terminal_summary, pytest_testnodedown  # noqa: F401
 from tests.pairs import covering
 
 # Tests run in parallel already, and results do not depend on how threads cut a tensor.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import io
-import multiprocessing
 import os
 import pickle
 import random
@@ -28,10 +27,9 @@ import torch.distributed as dist
 
 import shardstep
 from shardstep.params import ddp_wraps
-from tests import verdicts
+from tests import forkserver, verdicts
 from tests.traces import Start
 
-_context = multiprocessing.get_context("forkserver")
 _STARTING = 60.0  # seconds in which all processes of a call have to be there
 _CLEANING = 10.0  # seconds in which a process that succeeded has to be ready again
 
@@ -57,13 +55,7 @@ _PRELOADED = [
     *_modules_of(shardstep),
     "tests.harness",
 ]
-_PREPARED = ["tests.prepared"]  # after everything else
-_context.set_forkserver_preload(_PRELOADED + _PREPARED)
-
-
-def preload(modules: list[str]) -> None:
-    """Have these imported once, too. Without effect when ``run_ranks`` was called before."""
-    _context.set_forkserver_preload(_PRELOADED + modules + _PREPARED)
+forkserver.preload(_PRELOADED, last=["tests.prepared"])
 
 
 def run_ranks(
@@ -120,8 +112,8 @@ _verdicts: dict[str, Any] = {}  # of the probe, see tests.verdicts
 
 
 def _start() -> _Process:
-    ours, theirs = _context.Pipe()
-    process = _context.Process(target=_work, args=(theirs, _verdicts), daemon=True)
+    ours, theirs = forkserver.context.Pipe()
+    process = forkserver.context.Process(target=_work, args=(theirs, _verdicts), daemon=True)
     process.start()
     theirs.close()
     return _Process(process, ours)

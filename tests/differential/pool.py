@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from tests import forkserver
 from tests.differential import entered, trial
 from tests.differential.configurations import Configuration
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(
-    [
+forkserver.preload(
+    (
         "tests.differential.entered",
         "torch",
         "torch.distributed",
@@ -33,7 +33,7 @@ _context.set_forkserver_preload(
         "shardstep",
         "shardstep.checkpoint",
         "tests.differential.pool",
-    ]
+    )
 )
 SIZE = 4
 CASES = 60  # after which the processes are started anew: side groups of deleted optimizers stay open (issue 26)
@@ -77,8 +77,10 @@ class Pool:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._store = store  # as long as the processes
         for rank in range(SIZE):
-            ours, theirs = _context.Pipe()
-            process = _context.Process(target=_work, args=(theirs, rank, store.port, self._device), daemon=True)
+            ours, theirs = forkserver.context.Pipe()
+            process = forkserver.context.Process(
+                target=_work, args=(theirs, rank, store.port, self._device), daemon=True
+            )
             process.start()
             theirs.close()
             self._ranks.append((process, ours))

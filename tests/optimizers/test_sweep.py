@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests import harness
+from tests import forkserver
 from tests.harness import run_ranks
 from tests.optimizers import claims, training
 from tests.optimizers.catalogue import PACKAGES, Subject, is_abstract, is_installed, subjects, version_of, wraps
@@ -37,7 +37,7 @@ LIMITS = {"timeout": 300, "pg_timeout": 120}
 def test_every_class_trains_as_the_plain_one_and_resumes_or_is_refused_by_name(subject, tmp_path):
     if not is_installed(subject.package):
         pytest.skip(f"{subject.package} is not installed")
-    harness.preload([package for package in PACKAGES if is_installed(package)])
+    forkserver.preload([package for package in PACKAGES if is_installed(package)])
     row = Row(subject.package, version_of(subject.package), subject.name, "FAILED")
     try:
         row = _sweep(subject, row, str(tmp_path))

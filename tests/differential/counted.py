@@ -1,4 +1,8 @@
-"""Counts what really ran: an operation that hardly ever did, because its precondition was missing, is a failure."""
+"""Counts what really ran: an operation that hardly ever did, because its precondition was missing, is a failure.
+
+Hooks of pytest, which ``tests/conftest.py`` takes over: with xdist the process that reports collects nothing, and so
+does not find a conftest of this folder.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,20 @@ from typing import Any
 
 import pytest
 
-from tests.differential import cases
 from tests.differential.programs import OPERATIONS
 
 LEAST = 20
 WHOLE = 100  # programs; a run of fewer is a part that somebody chose, and is not judged
-_total = Counter[tuple[str, str]]()
+ran = Counter[tuple[str, str]]()  # operation and mode, of this process
+_total = Counter[tuple[str, str]]()  # of all processes
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     output = getattr(session.config, "workeroutput", None)
     if output is not None:  # in a worker of xdist: tell the process that reports
-        output["operations"] = [(*key, count) for key, count in cases.ran.items()]
+        output["operations"] = [(*key, count) for key, count in ran.items()]
         return
-    _total.update(cases.ran)
+    _total.update(ran)
     if few(_total) and exitstatus == 0:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
