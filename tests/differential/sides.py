@@ -158,8 +158,11 @@ class Side:
     def rewrap(self) -> None:
         raise NotImplementedError
 
+    def joinables(self) -> list[Any]:
+        return [self.wrapped]
+
     def join(self) -> Any:
-        return Join([self.wrapped])
+        return Join(self.joinables())
 
     def uneven(self, count: int, first: int, clip: float | None, join: Any) -> None:
         """One epoch; ``join`` is the context, new or from the epoch before."""
@@ -362,8 +365,8 @@ class Sharded(Side):
     def clip_in_join(self, max_norm: float) -> None:
         self.optimizer.clip_grad_norm_(max_norm)
 
-    def join(self) -> Any:
-        return Join([self.wrapped, self.optimizer] if self.config.uses_ddp else [self.optimizer])
+    def joinables(self) -> list[Any]:
+        return [self.wrapped, self.optimizer] if self.config.uses_ddp else [self.optimizer]
 
     def gradient(self, param: Tensor) -> Tensor | None:
         return self.optimizer.full_grad(param)

@@ -44,12 +44,11 @@ Phrase = tuple[Operation, ...]
 
 
 @st.composite
-def programs(draw: Any, config: Configuration, least: int = 4, most: int = 7) -> Program:
-    """Phrases one after the other. The first and the last are iterations: there is state, and it is used."""
-    either = st.sampled_from((iterations(config), iterations(config), changes(config)))
-    phrases = draw(st.lists(either.flatmap(lambda phrase: phrase), min_size=least, max_size=most))
+def programs(draw: Any, config: Configuration, least: int = 2, most: int = 4) -> Program:
+    """An iteration and a change in turns. The first and the last are iterations: there is state, and it is used."""
+    rounds = draw(st.lists(st.tuples(iterations(config), changes(config)), min_size=least, max_size=most))
     last = draw(iterations(config))
-    return tuple(op for phrase in (*phrases, last) for op in phrase)
+    return tuple(op for phrases in (*rounds, (last,)) for phrase in phrases for op in phrase)
 
 
 @st.composite

@@ -169,8 +169,10 @@ class Trial:
     # --- operations -----------------------------------------------------------------------------------------------
 
     def _backward(self, op: Backward) -> None:
-        if self.config.optimizer == "ScheduleFree" and self.synced:
-            self._zerograd(ZeroGrad())  # its steps overwrite gradients: what is added to them is nobody's
+        overwritten = self.config.optimizer == "ScheduleFree"  # its steps use the memory of gradients
+        rounded = self.config.sixteen and self.config.reduces  # sums of 16 bits in another order are other numbers
+        if self.synced and (overwritten or rounded):
+            self._zerograd(ZeroGrad())
         losses = [side.backward(op, self.number) for side in self.sides]
         self.number += 1
         self._same("the loss", losses[1], losses[0])
