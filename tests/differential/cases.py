@@ -60,7 +60,7 @@ def check(config: Configuration, count: int, seed: int) -> None:
         print_blob=False,
         suppress_health_check=list(HealthCheck),
     )
-    @given(programs(config))
+    @given(programs(config, seed))
     def case(program: Program) -> None:
         run(config, program)
 

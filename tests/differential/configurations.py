@@ -175,6 +175,10 @@ class Configuration:
         return SIXTEEN.get(self.precision.split()[0], getattr(torch, self.precision.split()[0]))
 
     @property
+    def reduce_dtype(self) -> torch.dtype | None:
+        return torch.float32 if self.reducing == "float32" else None
+
+    @property
     def masters(self) -> Any:
         """The argument ``master_weights``."""
         return MASTERS[self.precision.split()[1]] if " " in self.precision else None

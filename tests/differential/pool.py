@@ -36,7 +36,7 @@ forkserver.preload(
     )
 )
 SIZE = 4
-CASES = 60  # after which the processes are started anew: side groups of deleted optimizers stay open (issue 26)
+CASES = 25  # after which the processes are started anew: side groups of deleted optimizers stay open (issue 26)
 STARTING = 240.0  # on a busy machine
 
 

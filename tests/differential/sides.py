@@ -6,6 +6,7 @@ Both have the same methods, one for each thing that a program does, so that an o
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -343,6 +344,8 @@ class Sharded(Side):
 
     def rewrap(self) -> None:
         if self.config.uses_ddp:
+            self.wrapped = self.model
+            gc.collect()  # the earlier wrapper has to be gone
             self._connect()
 
     def add_group(self) -> None:
