@@ -224,11 +224,6 @@ class Configuration:
         return self.masters in (None, torch.float32)  # "remainder" keeps the lower bits of what is changed
 
     @property
-    def may_rewrap(self) -> bool:
-        """A stepping hook around ``reduce_scatter_hook`` cannot be made anew: "Make one hook for an optimizer."."""
-        return self.uses_ddp and self.mode not in ("hook scattering", "interleaved scattering")
-
-    @property
     def may_save_beside(self) -> bool:
         """Not parameters that are not contiguous: the thread that writes reads them before they are copied (a bug)."""
         return self.device == "cpu" or self.model != "odd"

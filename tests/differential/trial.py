@@ -153,16 +153,13 @@ class Trial:
             return Save()
         if isinstance(op, Resume) and op.how == "asynchronous" and not config.may_save_beside:
             return replace(op, how="checkpoint")
-        may_freeze = config.may_rewrap or not config.uses_ddp
         needed = {
             Clip: config.may_clip,
             Unscale: config.may_scale,
             ScalerStep: config.may_scale,
             Edit: config.may_edit,
             LoadModel: config.may_edit,
-            Rewrap: config.may_rewrap,
-            Freeze: may_freeze,
-            Unfreeze: may_freeze,
+            Rewrap: config.uses_ddp,
             Uneven: config.may_join and (self.stepped or config.built == "last"),
             Raise: not config.uses_ddp or (isinstance(op, Raise) and op.place == "forward"),
             RaiseInStep: not config.steps_in_backward and config.device == "cpu",  # elsewhere gathers are enqueued
