@@ -48,6 +48,12 @@ START: Program = (Backward(), Step(), ZeroGrad())
 GO_ON: Program = (ZeroGrad(), Backward(), Step(), ZeroGrad())
 
 
+# Of two ranks two groups run at a time; three are where "ranks 0, 2" can be told.
+PAIR = Configuration(names=True, watch="weights")
+THREE = replace(PAIR, ranks=3)
+SHARDED, UNDER = replace(PAIR, mode="sharded"), replace(PAIR, mode="under DDP")
+
+
 class Odd(NamedTuple):
     """What rank ``ODD`` has, and what the others have."""
 
@@ -75,7 +81,7 @@ class Row:
     do: Callable[[Trial], Any]
     error: Any  # a class, None for nothing, or an Odd of them
     words: Any  # or an Odd
-    config: Configuration = Configuration(names=True, ranks=3)  # noqa: RUF009
+    config: Configuration = THREE
     after: str = BESIDE
     changes: int | None = None
     waits: bool = False  # for a rank that does not come: there is a group with a short time-out, ``t.brief``
@@ -462,6 +468,7 @@ BUILDING = [
         )
     ),
 ]  # fmt: skip
+BUILDING = [replace(row, config=PAIR) for row in BUILDING]
 
 
 # --- ranks that are not alike -------------------------------------------------------------------------------------
@@ -741,9 +748,6 @@ STATES += [
 
 # --- shard_gradients ----------------------------------------------------------------------------------------------
 
-SHARDED = Configuration(mode="sharded", names=True)
-UNDER = Configuration(mode="under DDP", names=True)
-
 
 @operation
 def look(t: Trial, code: str) -> Any:
@@ -879,7 +883,6 @@ def kept(t: Trial, value: Any) -> Any:
 
 # --- DDP and its hooks --------------------------------------------------------------------------------------------
 
-PAIR = Configuration(names=True)
 STEPPING = (shardstep.hook_with_zero_step, shardstep.hook_with_zero_step_interleaved)
 
 
@@ -1045,9 +1048,9 @@ HOOKED += trains(
         for mode in ("hook", "interleaved scattering")
         for row in (
             Row(f"{mode}: clip", method("clip_grad_norm_", 1.0), RuntimeError, "clip_grad_norm_|Drop overlap_with_ddp",
-                Configuration(mode=mode, names=True)),
+                replace(PAIR, mode=mode)),
             Row(f"{mode}: deepcopy", lambda t: copy.deepcopy(t.ours.optimizer), RuntimeError, COPY,
-                Configuration(mode=mode, names=True), changes=24),
+                replace(PAIR, mode=mode), changes=24),
         )
     ),
     Row("under DDP: deepcopy", lambda t: copy.deepcopy(t.ours.optimizer), RuntimeError, COPY,
@@ -1155,7 +1158,7 @@ def skipped(t: Trial, place: str) -> Any:
 PATIENCE = trains(
     *(
         Row(f"{mode}: {place} raises on one rank", skipped(place), Odd(Expected, None), f"raised in {place}",
-            Configuration(mode=mode, names=True), changes=28)
+            replace(PAIR, mode=mode), changes=28)
         for mode, place in (("sharded", "forward"), ("sharded", "backward"), ("sharded lazy", "backward"),
                             ("under DDP", "forward"))
     ),
@@ -1186,7 +1189,7 @@ def step(t: Trial, model: Any, optimizer: Any) -> None:
     optimizer.step()
 
 
-WAITING = Configuration(watch="weights")
+WAITING = replace(PAIR, names=False)  # a case of its own
 NOT_HERE = "expects a call on every rank of the group"
 ABSENT = [
     Row("one rank does not step, sharded", missed(step, shard_gradients=True), MISSED,
@@ -1316,21 +1319,21 @@ JOINS = trains(
         for row in (
             Row(f"{mode}, in Join: broadcast_buffers", in_join(lambda t: t.ours.optimizer.broadcast_buffers(
                 t.ours.model)), RuntimeError, "broadcast_buffers expects all ranks|before or after",
-                Configuration(mode=mode, names=True)),
+                replace(PAIR, mode=mode)),
             Row(f"{mode}, in Join: torch's clip_grad_norm_", in_join(lambda t: clip_grad_norm_(
                 t.ours.model.parameters(), 1.0)), RuntimeError, "is not available in a Join context|clip_grad_norm_",
-                Configuration(mode=mode, names=True)),
+                replace(PAIR, mode=mode)),
             Row(f"{mode}, in Join: a gradient that is scaled", in_join(
                 lambda t: t.ours.model.before.weight.grad.mul_(2)), RuntimeError,
                 "changing a sharded gradient in place is not available in a Join context",
-                Configuration(mode=mode, names=True)),
+                replace(PAIR, mode=mode)),
         )
     ),
 )  # fmt: skip
 JOINS += [
     Row("under DDP, in Join: no_sync", in_join(lambda t: t.ours.backward(Backward(sync=False), t.number)), RuntimeError,
         "Do not accumulate gradients|this one is in no_sync", UNDER, OVER),
-    *(Row(f"{mode}: Join that throws", early, RuntimeError, "exhausted", Configuration(mode=mode, names=True), OVER)
+    *(Row(f"{mode}: Join that throws", early, RuntimeError, "exhausted", replace(PAIR, mode=mode), OVER)
       for mode in ("default", "sharded")),
 ]  # fmt: skip
 
