@@ -28,11 +28,13 @@ PASTE = """{error}
 
 To run it again, paste this into a shell:
 
-python - <<'END'
+cat > case.py <<'END'
 from tests.differential.cases import *
 from tests.differential.programs import *
-run({config!r}, {program!r})
+if __name__ == "__main__":
+    run({config!r}, {program!r})
 END
+PYTHONPATH=. .venv/bin/python case.py
 """
 
 
