@@ -53,6 +53,7 @@ def programs(draw: Any, config: Configuration, turn: int = 0) -> Program:
     own = [kind for name, kind in kinds.items() if name in ("Loop", "RaiseInStep", "Switch")]  # of few configurations
     others = list(kinds.values())
     chosen = [others[turn % len(others)], own[0] if own else others[(turn // 2 + 5) % len(others)]]
+    chosen += [kinds["RaiseInStep"]] if "RaiseInStep" in kinds else []  # fewer still have that
     free = draw(st.lists(st.one_of(*others), max_size=2))
     found = [(draw(iterations(config)), draw(kind)) for kind in chosen]
     found += [(draw(iterations(config)), phrase) for phrase in free]
