@@ -39,11 +39,8 @@ class Tempered(torch.optim.SGD):
                 group["lr"] = rate
 
 
-class SignMomentum(Optimizer):
-    """An optimizer of the user's own, with a count that is no tensor in its state."""
-
-    def __init__(self, params: Any, lr: float = 0.01, beta: float = 0.8) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta})
+class Handmade(Optimizer):
+    """An optimizer of the user's own: ``update`` changes the parameters of a group."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -52,40 +49,42 @@ class SignMomentum(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    self._update(param, self.state[param], group)
+            self.update(group, [param for param in group["params"] if param.grad is not None])
         return loss
 
-    def _update(self, param: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
-        state.setdefault("mean", torch.zeros_like(param)).lerp_(param.grad, 1 - group["beta"])
-        state["count"] = state.get("count", 0) + 1
-        param.sub_(state["mean"] * (group["lr"] / state["count"] ** 0.5))
+    def update(self, group: dict[str, Any], used: list[Tensor]) -> None:
+        raise NotImplementedError
 
 
-class Peculiar(Optimizer):
+class SignMomentum(Handmade):
+    """Has a count that is no tensor in its state."""
+
+    def __init__(self, params: Any, lr: float = 0.01, beta: float = 0.8) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta})
+
+    def update(self, group: dict[str, Any], used: list[Tensor]) -> None:
+        for param in used:
+            state = self.state[param]
+            state.setdefault("mean", torch.zeros_like(param)).lerp_(param.grad, 1 - group["beta"])
+            state["count"] = state.get("count", 0) + 1
+            param.sub_(state["mean"] * (group["lr"] / state["count"] ** 0.5))
+
+
+class Peculiar(Handmade):
     """Habits of other packages: whole tensors, numbers in groups, keys that are no texts, gradients taken away."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
 
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            used = [param for param in group["params"] if param.grad is not None]
-            if group["params"]:  # into an empty group it writes nothing
-                group["steps"] = group.get("steps", 0) + 1
-            for param in used:
-                state = self.state[param]
-                mean = state.setdefault(0, torch.zeros_like(param)).mul_(0.9).add_(param.grad)
-                state["history"] = [*state.get("history", []), group["steps"]][-2:]
-                param.sub_(mean * (group["lr"] / (1 + mean.abs().amax())))
-                param.grad = None
-        return loss
+    def update(self, group: dict[str, Any], used: list[Tensor]) -> None:
+        if group["params"]:  # into an empty group it writes nothing
+            group["steps"] = group.get("steps", 0) + 1
+        for param in used:
+            state = self.state[param]
+            mean = state.setdefault(0, torch.zeros_like(param)).mul_(0.9).add_(param.grad)
+            state["history"] = [*state.get("history", []), group["steps"]][-2:]
+            param.sub_(mean * (group["lr"] / (1 + mean.abs().amax())))
+            param.grad = None
 
 
 # Class, options, options of the second group. Weight decay moves also what has a gradient of zero: a parameter that
