@@ -248,7 +248,7 @@ def main() -> None:
     parser.add_argument("patches", nargs="*", type=Path)
     parser.add_argument("--out", type=Path, default=STORE / "verdicts.tsv")
     parser.add_argument("--map", action="store_true", help="build the map of this state, even if there is one")
-    parser.add_argument("--select", default="not simulated", help="for the map: tests to take, as for pytest -k")
+    parser.add_argument("--select", default="", help="for the map: tests to take, as for pytest -k")
     parser.add_argument("--jobs", type=int, default=2, help="patches at a time")
     parser.add_argument("--again", choices=("missed", "all"), help="also patches that are in the TSV")
     arguments = parser.parse_args()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ BRANCHES = 3
 
 
 class Fault(torch.autograd.Function):
-    """Passes a value on; raises in forward or in backward if told to."""
+    """Passes a value on; raises in forward or in backward if told to, or is late in backward."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, place: str) -> Tensor:  # type: ignore[override]
@@ -25,6 +26,8 @@ class Fault(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
         if ctx.place == "backward":
             raise Expected("raised in backward")
+        if ctx.place == "late":
+            time.sleep(0.05)
         return gradient, None
 
 
@@ -51,6 +54,7 @@ class Net(nn.Module):
             self.before = nn.Linear(width, 8)
             self.branches = nn.ModuleList(self._branch(kind, at) for at in range(BRANCHES))
             self.after = nn.Linear(8, width)
+            self.gain = nn.Parameter(torch.empty(1))
         self.late = nn.Linear(width, width)  # the optimizer gets it with add_param_group
         self.register_buffer("seen", torch.zeros(()))
         with torch.no_grad():
@@ -92,8 +96,9 @@ class Net(nn.Module):
                     value = value + torch.tanh(self._beside(at, branch, value))
             if self.kind == "tied":
                 value = value + torch.tanh(self._through(self.branches[0], value))
-            value = Fault.apply(value, place if place == "backward" else "")
-            value = self.after(value.to(self.after.weight.dtype))
+            value = Fault.apply(value, place if place != "forward" else "")  # in the middle of backward
+            value = self.after(value.to(self.after.weight.dtype)) * self.gain
+            place = place if place == "forward" else ""
         value = Fault.apply(value, place).to(self.late.weight.dtype)
         return self.late(value)
 

@@ -28,6 +28,7 @@ class Backward(Operation):
 
     ``skip`` leaves branches of the model out, on the rank ``only`` or (None) on all. ``sync=False`` is inside
     ``no_sync``. ``scaled``: the loss goes through a GradScaler. ``bad``: on that rank the loss is infinite.
+    ``late``: that rank is late with one half of the gradients.
     """
 
     skip: tuple[int, ...] = ()
@@ -35,6 +36,7 @@ class Backward(Operation):
     sync: bool = True
     scaled: bool = False
     bad: int | None = None
+    late: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -104,6 +106,18 @@ class Unfreeze(Operation):
 @dataclass(frozen=True, repr=False)
 class Rewrap(Operation):
     """DDP is built anew around the same model, and so is its hook."""
+
+
+@dataclass(frozen=True, repr=False)
+class Move(Operation):
+    """The parameters get other memory, as ``model.to(device)`` does it; on a device: to the CPU and back."""
+
+
+@dataclass(frozen=True, repr=False)
+class Copy(Operation):
+    """Training goes on with a copy of model and optimizer, by ``copy.deepcopy`` or by pickle."""
+
+    by: Literal["deepcopy", "pickle"] = "deepcopy"
 
 
 @dataclass(frozen=True, repr=False)
@@ -199,8 +213,8 @@ class Look(Operation):
 
 
 OPERATIONS = (
-    Backward, Clip, Unscale, ScalerStep, Step, Loop, ZeroGrad, Schedule, SetLr, Freeze, Unfreeze, Rewrap, AddGroup,
-    Edit, LoadModel, Consolidate, Exchange, Resume, Plain, Save, Restore, CopyModel, Raise, RaiseInStep, Uneven, Switch,
-    Look,
+    Backward, Clip, Unscale, ScalerStep, Step, Loop, ZeroGrad, Schedule, SetLr, Freeze, Unfreeze, Rewrap, Move, Copy,
+    AddGroup, Edit, LoadModel, Consolidate, Exchange, Resume, Plain, Save, Restore, CopyModel, Raise, RaiseInStep,
+    Uneven, Switch, Look,
 )  # fmt: skip
 Program = tuple[Operation, ...]

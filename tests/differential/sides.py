@@ -105,6 +105,7 @@ class Side:
         if self.device != "cpu":  # as a DataLoader with pin_memory does it: the host does not wait
             data = data.pin_memory().to(self.device, non_blocking=True)
         skip = op.skip if op.only is None or op.only == self.rank else ()
+        place = "late" if op.late == self.rank else place
         result = self.wrapped(data, skip, place).square().mean()
         return result * float("inf") if op.bad == self.rank else result
 
@@ -347,6 +348,25 @@ class Sharded(Side):
             self.wrapped = self.model
             gc.collect()  # the earlier wrapper has to be gone
             self._connect()
+
+    def relocate(self) -> None:
+        """Other memory for the parameters. DDP cannot be moved: it is built anew."""
+        self.wrapped = self.model
+        if self.device != "cpu":
+            self.model.cpu()
+        else:
+            with torch.no_grad():
+                for param in self.model.parameters():
+                    param.data = param.data.clone(memory_format=torch.preserve_format)
+        self.model.to(self.device)
+        self.rewrap()
+
+    def take_copy(self, copied: Callable[[Any], Any]) -> None:
+        """Go on with a copy of model and optimizer."""
+        self.wrapped = self.model
+        self.model, self.optimizer = copied((self.model, self.optimizer))
+        self.scheduler = None
+        self.rewrap()
 
     def add_group(self) -> None:
         self.added, group = True, self.late_group()

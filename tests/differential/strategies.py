@@ -13,12 +13,14 @@ from tests.differential.programs import (
     Backward,
     Clip,
     Consolidate,
+    Copy,
     CopyModel,
     Edit,
     Exchange,
     Freeze,
     LoadModel,
     Loop,
+    Move,
     Operation,
     Plain,
     Program,
@@ -54,6 +56,9 @@ def programs(draw: Any, config: Configuration, turn: int = 0) -> Program:
     others = list(kinds.values())
     chosen = [others[turn % len(others)], own[0] if own else others[(turn // 2 + 5) % len(others)]]
     chosen += [kinds["RaiseInStep"]] if "RaiseInStep" in kinds else []  # fewer still have that
+    chosen += [kinds["Copy"]] if "Copy" in kinds and turn % 3 == 0 else []
+    if config.device != "cpu":  # where Loop is one of the two
+        chosen += [kinds["Uneven"] if "Uneven" in kinds and turn % 2 else others[(7 * turn + 3) % len(others)]]
     free = draw(st.lists(st.one_of(*others), max_size=2))
     found = [(draw(iterations(config)), draw(kind)) for kind in chosen]
     found += [(draw(iterations(config)), phrase) for phrase in free]
@@ -69,10 +74,8 @@ def iterations(draw: Any, config: Configuration) -> Phrase:
         return (*ops, Step(closure=True), *draw(_scheduling()))
     scaled = config.may_scale and draw(st.integers(0, 3)) == 3
     bad = draw(st.sampled_from((None, None, 0, config.ranks - 1))) if scaled else None
-    accumulated = (
-        () if not config.may_accumulate else draw(st.sampled_from(((), (), (), (False,), (False, False), (True,))))
-    )
-    for sync in (*accumulated, True):
+    accumulated = ((), (), (), (False,), (False, False), (True,), (True, False)) if config.may_accumulate else ((),)
+    for sync in (*draw(st.sampled_from(accumulated)), True):
         ops.append(draw(_backward(config, sync, scaled, bad if sync else None)))
     if scaled:
         clips = draw(st.sampled_from(((), (Unscale(),), (Unscale(), draw(_clipping(config))))))
@@ -102,7 +105,8 @@ def _backward(draw: Any, config: Configuration, sync: bool, scaled: bool, bad: i
     if config.may_skip:
         skip = draw(st.sampled_from(((), (), (0,), (1,), (2,), (0, 1), tuple(range(BRANCHES)))))
         only = draw(st.sampled_from((None, 0, config.ranks - 1))) if skip else None
-    return Backward(skip=skip, only=only, sync=sync, scaled=scaled, bad=bad)
+    late = draw(st.sampled_from((None, None, None, 0, config.ranks - 1))) if config.ranks > 1 else None
+    return Backward(skip=skip, only=only, sync=sync, scaled=scaled, bad=bad, late=late)
 
 
 def _clipping(config: Configuration) -> Any:
@@ -124,6 +128,7 @@ def changes(config: Configuration) -> dict[str, Any]:
         "Resume": resumes(config),
         "Raise": _phrase(st.just(Raise())),
         "CopyModel": _phrase(st.just(CopyModel())),
+        "Move": _phrase(st.just(Move())),
         "Save": st.builds(
             lambda asynchronous, between: (Save(asynchronous), *between, Restore()),
             st.booleans(),
@@ -136,7 +141,11 @@ def changes(config: Configuration) -> dict[str, Any]:
     if config.uses_ddp:
         found["Rewrap"] = _phrase(st.just(Rewrap()))
     else:
-        found["Raise in backward"] = _phrase(st.just(Raise(place="backward")))
+        rank = st.sampled_from((None, 0, config.ranks - 1))
+        found["Raise in backward"] = _phrase(st.builds(Raise, place=st.just("backward"), rank=rank))
+        found["Raise on one rank"] = _phrase(st.builds(Raise, place=st.just("forward"), rank=rank))
+    if config.may_copy:
+        found["Copy"] = _phrase(st.builds(Copy, by=st.sampled_from(("deepcopy", "pickle"))))
     if config.may_edit:
         found["Edit"] = _phrase(st.builds(Edit, index=index))
         found["LoadModel"] = _phrase(st.just(LoadModel()))
