@@ -36,7 +36,7 @@ from tests.differential.entered import functions
 
 ROOT = Path(__file__).resolve().parents[2]
 STORE = ROOT / ".mutants"  # of maps
-SUITE = ("tests/differential", "-m", "not again and not programs and not extended and not long")
+SUITE = ("tests/differential", "-m", "not long")
 COLUMNS = ("patch", "verdict", "seconds", "tests", "test", "failure", "case", "state", "digest")
 LIMIT = 1800  # seconds for a run of pytest
 

@@ -40,13 +40,18 @@ PYTHONPATH=. .venv/bin/python case.py
 
 def run(config: Configuration, program: Program) -> None:
     """Run one case; AssertionError if it fails. Skips where the simulated device cannot be built."""
-    if config.device == "sim" and (reason := simulated.missing()):
-        assert os.environ.get("SHARDSTEP_DEVICE") != "required", f"the simulated device needs {reason}"
-        pytest.skip(f"the simulated device needs {reason}")
+    need(config.device)
     outcome = pool(config.device).run(config, program)
     for operation, count in outcome.counts.items():
         ran[operation, config.mode if config.device == "cpu" else f"{config.mode} on {config.device}"] += count
     assert not outcome.error, PASTE.format(error=outcome.error, config=config, program=program)
+
+
+def need(device: str) -> None:
+    """Skip a test, or fail if it is required, where the simulated device cannot be built."""
+    if device == "sim" and (reason := simulated.missing()):
+        assert os.environ.get("SHARDSTEP_DEVICE") != "required", f"the simulated device needs {reason}"
+        pytest.skip(f"the simulated device needs {reason}")
 
 
 def check(config: Configuration, count: int, seed: int) -> None:

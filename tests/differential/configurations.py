@@ -23,15 +23,27 @@ WHOLE = ("Adafactor", "Packed", "Peculiar")  # classes that need whole tensors
 MASTERS: dict[str, Any] = {"float32": torch.float32, "remainder": "remainder", "stochastic": "stochastic"}
 
 
-class Tempered(torch.optim.SGD):
-    """SGD whose step takes an argument, and can be told to fail: no class of torch's."""
+class Fails:
+    """For an optimizer: its step raises when it is told to, before or after it has changed anything."""
 
-    failing = False
+    told = ""  # or "before", "after"
 
+    def step(self, closure: Callable[[], Any] | None = None, **arguments: Any) -> Any:
+        if Fails.told == "before":
+            raise RuntimeError("the optimizer's own step failed")
+        loss = super().step(closure, **arguments)  # type: ignore[misc]
+        if Fails.told == "after":
+            raise RuntimeError("the optimizer's own step failed")
+        return loss
+
+
+class Failing(Fails, torch.optim.AdamW):
+    pass
+
+
+class _Tempered(torch.optim.SGD):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, factor: float = 1.0) -> Any:
-        if Tempered.failing:
-            raise RuntimeError("the optimizer's own step failed")
         rates = [group["lr"] for group in self.param_groups]
         for group in self.param_groups:
             group["lr"] = group["lr"] * factor
@@ -40,6 +52,10 @@ class Tempered(torch.optim.SGD):
         finally:
             for group, rate in zip(self.param_groups, rates, strict=True):
                 group["lr"] = rate
+
+
+class Tempered(Fails, _Tempered):
+    """SGD whose step takes an argument: no class of torch's."""
 
 
 class Handmade(Optimizer):
@@ -122,11 +138,15 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.05}, {"weight_decay": 0.1}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}, {"momentum": 0.5}),
     "Adadelta": (torch.optim.Adadelta, {"lr": 0.5}, {"rho": 0.8, "weight_decay": 0.1}),
+    "Failing": (Failing, {"lr": 0.02}, {"betas": (0.8, 0.9)}),
     "Tempered": (Tempered, {"lr": 0.05, "momentum": 0.8}, {"lr": 0.02}),
     "SignMomentum": (SignMomentum, {"lr": 0.05}, {"beta": 0.5}),
     "Packed": (Packed, {"lr": 0.05}, {"lr": 0.03}),
     "Peculiar": (Peculiar, {"lr": 0.05}, {"lr": 0.03}),
 }
+
+
+FAILING = ("Failing", "Tempered")
 
 
 def optimizer_of(name: str) -> tuple[Any, dict[str, Any], dict[str, Any]]:
@@ -161,6 +181,7 @@ class Configuration:
     reducing: str = "as it is"  # with sharded gradients: "one in flight", "six in flight", "at the end", "float32"
     groups: str = "two"  # of parameters, or "one"
     built: str = "last"  # or "first": before the model is wrapped and moved
+    pace: str = "even"  # or "uneven": now and then a rank is late
     watch: str = "all"  # or "weights": ask for nothing that might help a step along; "time": monitors.py
     device: str = "cpu"
 
@@ -298,13 +319,14 @@ AXES: dict[str, tuple[Any, ...]] = {
     "transport": ("shared memory", "sockets"),
     "reducing": ("as it is", "one in flight", "six in flight", "at the end", "float32"),
     "built": ("last", "first"),
+    "pace": ("even", "uneven"),
     "watch": ("all", "weights"),
 }
 SIMULATED: dict[str, tuple[Any, ...]] = {
     **AXES,
     "optimizer": ("AdamW", "SGD", "Adafactor", "Tempered"),
     "precision": ("float64", "bfloat16 float32", "bfloat16 remainder"),
-    "model": ("plain", "odd", "two dtypes", "streams"),  # (the device has no convolutions)
+    "model": ("plain", "odd", "two dtypes", "streams", "two devices"),  # (the device has no convolutions)
     "memory_format": ("contiguous",),
     "ranks": (2, 3, 1),
     "group": ("first", "last", "mesh"),
@@ -321,6 +343,7 @@ def invalid(c: Configuration) -> str:
         (not c.uses_ddp and (c.static_graph or c.gradient_views or c.ddp_cap is not None), "an option of DDP"),
         (not c.uses_ddp and c.find_unused and c.device == "cpu", "on the CPU it has no effect without DDP"),
         (c.mode not in ("sharded", "sharded lazy") and c.reducing != "as it is", "an option of shard_gradients"),
+        (c.uses_ddp and c.model == "two devices", "DDP wants all parameters on devices of one kind"),
         (c.static_graph and c.find_unused, "DDP: a static graph finds unused parameters by itself"),
         (c.shard == "element" and c.optimizer in WHOLE, "refused: it needs whole tensors"),
         (c.optimizer in ("Adafactor", "Peculiar") and c.model == "odd", "it divides by the number of elements"),

@@ -41,7 +41,8 @@ class Net(nn.Module):
     ``kind`` chooses what the branches are: "plain" (matrices and vectors), "conv" (4-dim weights, for channels_last),
     "single" (one parameter in all, so that ranks own nothing), "odd" (no elements, one element, no dimension, a
     transposed weight), "two dtypes" (a branch in float32), "tied" (one weight used twice), "attention", "streams" (each
-    branch computes on a stream of its own, if it is on a device that has streams).
+    branch computes on a stream of its own, if it is on a device that has streams), "two devices" (a branch stays on
+    the CPU).
     """
 
     def __init__(self, kind: str, dtype: torch.dtype, seed: int) -> None:
@@ -82,6 +83,12 @@ class Net(nn.Module):
                 branch.nothing = nn.Parameter(torch.empty(0, 3))
         return branch
 
+    def place(self, device: str) -> None:
+        """Put it where it is trained."""
+        self.to(device)
+        if self.kind == "two devices":
+            self.branches[1].cpu()
+
     def trained(self) -> list[tuple[str, nn.Parameter]]:
         """What the optimizer has from the start."""
         return [(name, param) for name, param in self.named_parameters() if not name.startswith("late.")]
@@ -119,12 +126,12 @@ class Net(nn.Module):
         if isinstance(branch, nn.MultiheadAttention):
             rows = value.unsqueeze(0)
             return branch(rows, rows, rows, need_weights=False)[0].squeeze(0)
-        result = branch(value.to(branch.weight.dtype))
+        result = branch(value.to(branch.weight.device, branch.weight.dtype))
         if hasattr(branch, "gain"):
             result = result * branch.gain
         if hasattr(branch, "nothing"):
             result = result + branch.nothing.sum()
-        return result.to(value.dtype)
+        return result.to(value.device, value.dtype)
 
 
 @functools.cache

@@ -6,7 +6,8 @@ A ``Loop`` is watched from its third iteration on. There our code (whatever has 
 - launches at most one collective per bucket in backward, in the hooks' steps and in a step, and one for clipping;
 - takes no memory that was not used before;
 - frees nothing that another stream may still use;
-- launches nothing in ``zero_grad``.
+- launches nothing in ``zero_grad``;
+- does nothing in a step of SGD that the capture of a graph would forbid.
 
 With ``watch="time"`` the ranks put their logs together: a part of the communication must be hidden behind computation.
 """
@@ -17,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tests.accelerator import simulated
@@ -26,6 +28,7 @@ from tests.differential.configurations import Configuration
 from tests.differential.programs import Loop
 from tests.differential.sides import Sharded
 
+OWN_STEP = ("default", "views", "lazy")  # the others step in backward, or wait for reductions that began there
 WARM = 2  # iterations of a loop: whatever there is to make is made
 # The least part of the communication that is hidden in each mode, with several buckets and one group of parameters.
 # (What is reduced at the end of backward, as with ``overlap_backward=False``, has 0.4 where "sharded" has 0.54.)
@@ -52,26 +55,55 @@ class Watched(Sharded):
     """Ours, on the simulated device."""
 
     def loop(self, op: Loop, first: int) -> None:
+        if not op.aside:
+            return self._loop(op, first)
+        here, stream = torch.accelerator.current_stream(), torch.Stream(self.device)
+        stream.wait_stream(here)
+        with stream:
+            self._loop(op, first)
+            self.optimizer.wait_for_parameters()
+        return here.wait_stream(stream)
+
+    def _loop(self, op: Loop, first: int) -> None:
         numbers = range(first, first + op.count)
         for number in numbers[:WARM]:
             self.iterate(op, number)
         if not numbers[WARM:]:
             return
+        captures = self.config.optimizer == "SGD"  # (AdamW has to be told, and then rounds otherwise)
+        watched = numbers[WARM:-1] if captures else numbers[WARM:]
         with simulated.host_reads() as reads, simulated.early_frees() as frees, simulated.tracing() as log:
-            for number in numbers[WARM:]:
+            for number in watched:
                 for name, call in self.parts(op, number):
                     simulated.mark(name)
                     call()
             simulated.mark("end")
-        count = len(numbers[WARM:])
-        check_reads(self.config, reads, count)
+        check_reads(self.config, reads, len(watched))
         check_frees(frees)
         check_memory(log)
         check_collectives(self.config, log, len(self.optimizer.layout.buckets))
+        if captures:
+            self._capture(op, numbers[-1])
         if self.config.watch == "time":
             logs: list[Any] = [None] * self.config.ranks
             dist.all_gather_object(logs, log, group=self.ranks)
             check_overlap(self.config, logs)
+
+    def _capture(self, op: Loop, number: int) -> None:
+        """An iteration: what a graph would take of it is in ``captured``."""
+        self.fetched[number] = self.fetch(number)
+        parts = self.parts(op, number)
+        first = "step" if self.config.mode in OWN_STEP else "backward"
+        at = next(position for position, (name, _) in enumerate(parts) if name == first)
+        for _, call in parts[:at]:
+            call()
+        self.optimizer.wait_for_parameters()
+        with simulated.captured() as forbidden:
+            for _, call in parts[at:]:
+                call()
+            self.optimizer.wait_for_parameters()
+        if forbidden:
+            raise Noticed(f"the capture of a graph would forbid {forbidden}")
 
 
 def check_reads(config: Configuration, reads: Iterable[HostRead], count: int) -> None:

@@ -72,6 +72,7 @@ class Loop(Operation):
 
     count: int = 4
     clip: Literal["", "torch", "ours"] = ""
+    aside: bool = False  # on a stream of the program's own
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,7 +106,14 @@ class Unfreeze(Operation):
 
 @dataclass(frozen=True, repr=False)
 class Rewrap(Operation):
-    """DDP is built anew around the same model, and so is its hook."""
+    """DDP is built anew around the same model, with buckets of another size, and so is its hook."""
+
+    ddp_cap: float | None = None  # MiB
+
+
+@dataclass(frozen=True, repr=False)
+class Rebuild(Operation):
+    """A new optimizer over the same model takes over from the old one, whose gradients nobody has waited for."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -150,24 +158,32 @@ class Exchange(Operation):
 
 @dataclass(frozen=True, repr=False)
 class Resume(Operation):
-    """Save, throw everything away, build it on ``ranks`` ranks in another ``mode`` (None: as it was), load."""
+    """Save, throw everything away, build it on other ``ranks``, in another ``mode``, ... (None: as it was), load."""
 
     how: Literal["checkpoint", "asynchronous", "resume", "sharded", "get_state_dict", "torch"] = "checkpoint"
     ranks: int | None = None
     mode: str | None = None
     cap: float | None = None
+    shard: str | None = None
+    masters: str | None = None
 
 
 @dataclass(frozen=True, repr=False)
 class Plain(Operation):
-    """Save a checkpoint, and load it into a plain optimizer and model of one process."""
+    """A checkpoint of ours is loaded into a plain optimizer and model of one process; ``back``: and one of theirs."""
+
+    back: bool = False
 
 
 @dataclass(frozen=True, repr=False)
 class Save(Operation):
-    """A checkpoint of this moment, which ``Restore`` goes back to; ``asynchronous`` trains on while it is written."""
+    """A checkpoint of this moment, which ``Restore`` goes back to; ``asynchronous`` trains on while it is written.
+
+    ``beside``: rank 0 saves something else into the same folder meanwhile.
+    """
 
     asynchronous: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -190,7 +206,9 @@ class Raise(Operation):
 
 @dataclass(frozen=True, repr=False)
 class RaiseInStep(Operation):
-    """The optimizer's own step raises, on every rank and before it changes anything; then it is made again."""
+    """The optimizer's own step raises on every rank, before or after it has changed anything; then another is made."""
+
+    when: Literal["before", "after"] = "before"
 
 
 @dataclass(frozen=True, repr=False)
@@ -213,8 +231,8 @@ class Look(Operation):
 
 
 OPERATIONS = (
-    Backward, Clip, Unscale, ScalerStep, Step, Loop, ZeroGrad, Schedule, SetLr, Freeze, Unfreeze, Rewrap, Move, Copy,
-    AddGroup, Edit, LoadModel, Consolidate, Exchange, Resume, Plain, Save, Restore, CopyModel, Raise, RaiseInStep,
+    Backward, Clip, Unscale, ScalerStep, Step, Loop, ZeroGrad, Schedule, SetLr, Freeze, Unfreeze, Rewrap, Rebuild, Move,
+    Copy, AddGroup, Edit, LoadModel, Consolidate, Exchange, Resume, Plain, Save, Restore, CopyModel, Raise, RaiseInStep,
     Uneven, Switch, Look,
 )  # fmt: skip
 Program = tuple[Operation, ...]

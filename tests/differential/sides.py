@@ -42,8 +42,9 @@ class Side:
         self.model = Net(config.model, config.dtype, seed=10 + rank)  # (DDP, or ours, begins with rank 0's)
         for name, param in self.model.named_parameters():
             param.requires_grad_(name not in frozen)
-        self.added = added
+        self.added, self.ddp_cap = added, config.ddp_cap
         self.scheduler: Any = None
+        self.fetched: dict[int, Tensor] = {}  # batches that were fetched early
         self.scaler = torch.amp.GradScaler(self.device, init_scale=2.0**10, growth_interval=2)
 
     device = "cpu"
@@ -84,11 +85,11 @@ class Side:
         """To where it is trained."""
         if self.config.memory_format == "channels_last":
             self.model.to(memory_format=torch.channels_last)
-        self.model.to(self.device)
+        self.model.place(self.device)
 
     def wrap(self, find_unused: bool) -> None:
         config = self.config
-        options = {} if config.ddp_cap is None else {"bucket_cap_mb": config.ddp_cap}
+        options = {} if self.ddp_cap is None else {"bucket_cap_mb": self.ddp_cap}
         self.wrapped = DistributedDataParallel(
             self.model,
             process_group=self.ranks,
@@ -100,10 +101,15 @@ class Side:
 
     # --- what a program does --------------------------------------------------------------------------------------
 
-    def loss(self, op: Backward, number: int, place: str = "") -> Tensor:
+    def fetch(self, number: int) -> Tensor:
+        """A batch, as a DataLoader with pin_memory brings it: the host does not wait."""
         data = batch(number, self.rank, self.config.dtype)
-        if self.device != "cpu":  # as a DataLoader with pin_memory does it: the host does not wait
-            data = data.pin_memory().to(self.device, non_blocking=True)
+        return data if self.device == "cpu" else data.pin_memory().to(self.device, non_blocking=True)
+
+    def loss(self, op: Backward, number: int, place: str = "") -> Tensor:
+        data = self.fetched.pop(number, None)
+        if data is None:
+            data = self.fetch(number)
         skip = op.skip if op.only is None or op.only == self.rank else ()
         place = "late" if op.late == self.rank else place
         result = self.wrapped(data, skip, place).square().mean()
@@ -349,6 +355,24 @@ class Sharded(Side):
             gc.collect()  # the earlier wrapper has to be gone
             self._connect()
 
+    def rebuild(self, number: int) -> None:
+        """Another optimizer over the same model. What is under way is thrown away with the old one."""
+        optimizer = self.optimizer
+        optimizer.consolidate_state_dict(to=0)
+        box = [optimizer.state_dict() if optimizer.rank == 0 else None]
+        dist.broadcast_object_list(box, group=self.ranks, group_src=0)
+        if not self.config.steps_in_backward:
+            self.backward(Backward(), number)
+        self.optimizer = optimizer = self.scheduler = None  # type: ignore[assignment]
+        self.wrapped = self.model
+        gc.collect()
+        for param in self.model.parameters():
+            param.grad = None
+        self._connect(self._build)
+        self.optimizer.load_state_dict(box[0])
+        if self.config.optimizer == "ScheduleFree":
+            self.optimizer.train()
+
     def relocate(self) -> None:
         """Other memory for the parameters. DDP cannot be moved: it is built anew."""
         self.wrapped = self.model
@@ -358,7 +382,7 @@ class Sharded(Side):
             with torch.no_grad():
                 for param in self.model.parameters():
                     param.data = param.data.clone(memory_format=torch.preserve_format)
-        self.model.to(self.device)
+        self.model.place(self.device)
         self.rewrap()
 
     def take_copy(self, copied: Callable[[Any], Any]) -> None:

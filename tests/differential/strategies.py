@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from tests.differential.configurations import MODES, Configuration
+from tests.differential.configurations import FAILING, MODES, Configuration
 from tests.differential.models import BRANCHES
 from tests.differential.programs import (
     AddGroup,
@@ -26,6 +26,7 @@ from tests.differential.programs import (
     Program,
     Raise,
     RaiseInStep,
+    Rebuild,
     Restore,
     Resume,
     Rewrap,
@@ -53,9 +54,11 @@ def programs(draw: Any, config: Configuration, turn: int = 0) -> Program:
     """
     kinds = changes(config)
     own = [kind for name, kind in kinds.items() if name in ("Loop", "RaiseInStep", "Switch")]  # of few configurations
+    rare = [kind for name, kind in kinds.items() if name.startswith("Raise ")]  # also of few, and it needs several
     others = list(kinds.values())
     chosen = [others[turn % len(others)], own[0] if own else others[(turn // 2 + 5) % len(others)]]
     chosen += [kinds["RaiseInStep"]] if "RaiseInStep" in kinds else []  # fewer still have that
+    chosen += [rare[turn % len(rare)]] if rare else []
     chosen += [kinds["Copy"]] if "Copy" in kinds and turn % 3 == 0 else []
     if config.device != "cpu":  # where Loop is one of the two
         chosen += [kinds["Uneven"] if "Uneven" in kinds and turn % 2 else others[(7 * turn + 3) % len(others)]]
@@ -75,6 +78,8 @@ def iterations(draw: Any, config: Configuration) -> Phrase:
     scaled = config.may_scale and draw(st.integers(0, 3)) == 3
     bad = draw(st.sampled_from((None, None, 0, config.ranks - 1))) if scaled else None
     accumulated = ((), (), (), (False,), (False, False), (True,), (True, False)) if config.may_accumulate else ((),)
+    if config.may_accumulate and config.reduces:
+        accumulated += ((True, False), (True, False))  # what was reduced, and what was not yet, come together
     for sync in (*draw(st.sampled_from(accumulated)), True):
         ops.append(draw(_backward(config, sync, scaled, bad if sync else None)))
     if scaled:
@@ -105,7 +110,7 @@ def _backward(draw: Any, config: Configuration, sync: bool, scaled: bool, bad: i
     if config.may_skip:
         skip = draw(st.sampled_from(((), (), (0,), (1,), (2,), (0, 1), tuple(range(BRANCHES)))))
         only = draw(st.sampled_from((None, 0, config.ranks - 1))) if skip else None
-    late = draw(st.sampled_from((None, None, None, 0, config.ranks - 1))) if config.ranks > 1 else None
+    late = draw(st.sampled_from((None, None, 0, config.ranks - 1))) if config.ranks > 1 else None
     return Backward(skip=skip, only=only, sync=sync, scaled=scaled, bad=bad, late=late)
 
 
@@ -129,17 +134,21 @@ def changes(config: Configuration) -> dict[str, Any]:
         "Raise": _phrase(st.just(Raise())),
         "CopyModel": _phrase(st.just(CopyModel())),
         "Move": _phrase(st.just(Move())),
+        "Rebuild": _phrase(st.just(Rebuild())),
         "Save": st.builds(
-            lambda asynchronous, between: (Save(asynchronous), *between, Restore()),
+            lambda asynchronous, beside, between: (Save(asynchronous, beside), *between, Restore()),
             st.booleans(),
+            st.sampled_from((False, False, True)),
             st.one_of(iterations(config), _phrase(st.builds(Freeze, index=index)), st.just(())),
         ),
     }
     if config.device != "cpu":
         ways = ("", "torch") if config.sixteen else ("", "torch", "ours")
-        found["Loop"] = _phrase(st.builds(Loop, count=st.integers(2, 5), clip=st.sampled_from(ways)))
+        found["Loop"] = _phrase(
+            st.builds(Loop, count=st.integers(2, 5), clip=st.sampled_from(ways), aside=st.booleans())
+        )
     if config.uses_ddp:
-        found["Rewrap"] = _phrase(st.just(Rewrap()))
+        found["Rewrap"] = _phrase(st.builds(Rewrap, ddp_cap=st.sampled_from((None, 0.0003, 0.001))))
     else:
         rank = st.sampled_from((None, 0, config.ranks - 1))
         found["Raise in backward"] = _phrase(st.builds(Raise, place=st.just("backward"), rank=rank))
@@ -150,16 +159,17 @@ def changes(config: Configuration) -> dict[str, Any]:
         found["Edit"] = _phrase(st.builds(Edit, index=index))
         found["LoadModel"] = _phrase(st.just(LoadModel()))
     if not config.sixteen:
-        found["Plain"] = _phrase(st.just(Plain()))
-    if config.optimizer == "Tempered" and not config.steps_in_backward:
-        found["RaiseInStep"] = st.just((ZeroGrad(), Backward(), RaiseInStep(), Step()))
+        found["Plain"] = _phrase(st.builds(Plain, back=st.booleans()))
+    if config.optimizer in FAILING and not config.steps_in_backward:
+        when = st.sampled_from(("before", "after"))
+        found["RaiseInStep"] = when.map(lambda when: (ZeroGrad(), Backward(), RaiseInStep(when), Step()))
     if config.optimizer == "ScheduleFree":
         found["Switch"] = _phrase(st.just(Switch()))
     if config.may_join:
         found["Uneven"] = st.builds(
             lambda batches, clip, epochs: (ZeroGrad(), Uneven(batches, clip, epochs)),
             st.sampled_from(((2, 1), (1, 3), (1, 2, 0), (0, 2), (2, 2))),
-            st.sampled_from((None, 0.05)) if not config.uses_ddp and not config.sixteen else st.none(),
+            st.sampled_from((None, 0.05, 0.05)) if not config.uses_ddp and not config.sixteen else st.none(),
             st.sampled_from((1, 1, 2)),
         )
     return found
@@ -174,6 +184,8 @@ def resumes(config: Configuration) -> Any:
             ranks=st.sampled_from((None, 1, 2, 3, 4)),
             mode=st.sampled_from((None, *MODES)),
             cap=st.sampled_from((None, 0.0003, 0.002)),
+            shard=st.sampled_from((None, None, "element", "tensor")),
+            masters=st.sampled_from((None, "float32", "remainder")) if config.sixteen else st.none(),
         )
     )
 

@@ -42,6 +42,11 @@ default = torch.accelerator.current_stream()
 default.wait_stream(side)
 made.sum()
 del made""",
+    "waits in a capture": """
+if not kept:
+    kept.append(torch.Event("sim"))
+    kept[0].record()
+torch.accelerator.current_stream().wait_event(kept[0])""",
     "races": """
 with torch.Stream("sim"):  # which waits for nobody
     param.mul_(1)""",
@@ -54,6 +59,7 @@ TOLD = {
     "frees": "freed early",
     "launches in zero_grad": "zero_grad launched",
     "reduces late": "should be hidden",
+    "waits in a capture": "the capture of a graph would forbid",
     "races": "A race on the simulated device",
 }
 
@@ -96,6 +102,7 @@ def _make_mistakes(rank: int, world: int, folder: str) -> dict[str, str]:
     for number, fault in enumerate(TOLD):
         config = replace(SEVERAL, mode="sharded", reducing="at the end" if fault == "reduces late" else "as it is")
         config = config if fault == "reduces late" else replace(config, watch="weights")
+        config = replace(config, optimizer="SGD") if "capture" in fault else config
         with _with(fault):
             try:
                 trial.run(config, (Loop(4),), Path(folder) / str(number))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.differential import refusals
+from tests.differential import cases, refusals
 from tests.differential.configurations import Configuration
 from tests.differential.pool import pool
 from tests.differential.refusals import ALONE, ODD, ROWS, TABLE, Odd, Row, check, told
@@ -29,7 +29,8 @@ CASES = _cases()
 @pytest.mark.parametrize("number", range(len(CASES)), ids=[f"{n}-{c.mode}-{c.ranks}" for n, (c, _) in enumerate(CASES)])
 def test_wrong_use_ends_as_the_table_says_and_training_goes_on(number: int) -> None:
     config, names = CASES[number]
-    outcome = pool("cpu").run(config, names, timeout=120, by=refusals.run)
+    cases.need(config.device)
+    outcome = pool(config.device).run(config, names, timeout=120, by=refusals.run)
     assert not outcome.error, f"{outcome.error}\nTo run it alone: python -m tests.differential.test_refusals 'its name'"
     assert sorted(outcome.counts) == sorted(names)
 
@@ -85,7 +86,11 @@ def main() -> None:
     import sys
 
     for name in sys.argv[1:]:
-        print(name, pool("cpu").run(TABLE[name].config, [name], by=refusals.run).error or "as the table says")
+        print(
+            name,
+            pool(TABLE[name].config.device).run(TABLE[name].config, [name], by=refusals.run).error
+            or "as the table says",
+        )
 
 
 if __name__ == "__main__":
