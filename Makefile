@@ -11,13 +11,11 @@ GPU    := .venv-gpu
 GPU_TORCH ?= torch>=2.6
 NPROC  ?= 2
 ARGS   ?=
-# What needs no further packages: the others have suites of their own.
-OWN    := not optimizers and not frameworks and not package and not docs and not hosts
 
 # Each of the processes that a run of the tests starts would compile all of it again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: train test test-fuzz test-all test-extended test-programs test-mutants test-corpus test-optimizers test-frameworks test-migration test-package test-accelerator test-gpu test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-precision bench-hosts bench-gpu bench-checkpoint bench-compare clean
+.PHONY: train test test-long test-all test-fuzz test-mutants test-corpus test-optimizers test-frameworks test-migration test-package test-gpu test-hosts test-torch test-docs docs docs-serve lint format bench-core bench-step bench-precision bench-hosts bench-gpu bench-checkpoint bench-compare clean
 .DEFAULT_GOAL := test
 
 # torch first and by exact version: anything else may choose another build of it.
@@ -34,28 +32,26 @@ train: $(VENV)/installed
 # The simulated device, where there is a compiler: before the tests, whose time limit is not for building it.
 DEVICE = $(BIN)/python -c 'from tests.accelerator import simulated; simulated.missing() or simulated.build()'
 
-# Each test at 1 and 3 ranks, and the core of the simulated device's tests (see test-accelerator); test-all: also the same
-# tests at 2, 4 and 5 (see tests/conftest.py), the programs, what is extended, and all of the device.
+# Everything but what takes long (test-long) and what needs further packages or root (targets of their own). Tests of the
+# simulated device skip without a C++ compiler, and say so; SHARDSTEP_DEVICE=required: then they fail.
 test: lint
 	$(DEVICE)
-	$(BIN)/python -m pytest -m "not again and not programs and not extended and $(OWN)" $(ARGS)
+	$(BIN)/python -m pytest -m "not long and not extra" $(ARGS)
+
+test-long: $(VENV)/installed
+	$(DEVICE)
+	$(BIN)/python -m pytest -m "long and not extra" $(ARGS)
+
+# Both, and every triple of values in the differential suite instead of every pair. Hours.
+test-all: lint
+	$(DEVICE)
+	SHARDSTEP_STRENGTH=3 $(BIN)/python -m pytest -m "not extra" $(ARGS)
 
 # New programs against DDP, for so many seconds: make test-fuzz SECONDS=600
 SECONDS ?= 600
 test-fuzz: $(VENV)/installed
 	$(DEVICE)
 	$(BIN)/python -m tests.differential.cases --seconds $(SECONDS) $(ARGS)
-
-# Tests that take long, and whose claim a cheaper one makes as well.
-test-extended: $(VENV)/installed
-	$(BIN)/python -m pytest -m "extended and not again and not programs and not accelerator and $(OWN)" $(ARGS)
-
-# What a user starts: the examples under torchrun, the command line, programs that are killed, restarted, or end.
-PROGRAMS := tests/test_examples.py tests/test_command_line.py tests/test_program_end.py tests/test_restarts.py \
-	tests/ranks/test_subclass_state.py tests/ranks/test_checkpoint_faults.py tests/unit/test_checkpoint_files.py
-
-test-programs: $(VENV)/installed
-	$(BIN)/python -m pytest $(PROGRAMS) -m "programs and not again and not hosts" $(ARGS)
 
 # How much the differential suite notices: 120 mutants of the package, and patches that undo a mended bug (a folder of
 # them: make test-corpus DIR=...). Hours on two cores; both go on where they stopped (see tests/corpus/judge.py).
@@ -65,10 +61,6 @@ test-mutants: $(VENV)/installed
 
 test-corpus: $(VENV)/installed
 	$(BIN)/python -m tests.corpus.judge $(DIR) --out .mutants/corpus.tsv $(ARGS)
-
-test-all: lint
-	$(DEVICE)
-	$(BIN)/python -m pytest -m "$(OWN)" $(ARGS)
 
 # Every optimizer class of five packages. For the page about it: python -m tests.optimizers.table > docs/optimizers.md
 $(VENV)/installed-optimizers: $(VENV)/installed
@@ -98,13 +90,7 @@ $(VENV)/installed-package: $(VENV)/installed
 test-package: $(VENV)/installed-package
 	$(BIN)/python -m pytest tests/package -n 0 $(ARGS)
 
-# All tests of a simulated device (tests/accelerator), which is built once on a machine: 35 s, with a C++ compiler. Without
-# one they skip and say so. SHARDSTEP_DEVICE=required: then they fail.
-test-accelerator: $(VENV)/installed
-	$(DEVICE)
-	$(BIN)/python -m pytest tests/accelerator -m "not again" -n 2 $(ARGS)
-
-# The same tests on GPUs, with NCCL: a rank per GPU, at most 4. Takes the torch of $(PYTHON) if it is built for CUDA, else
+# The tests of the simulated device (tests/accelerator) on GPUs, with NCCL: a rank per GPU, at most 4. Takes the torch of $(PYTHON) if it is built for CUDA, else
 # installs one (GPU_TORCH), in an environment of its own. docs/gpu.md says what to do with the output.
 A_GPU = test -e /dev/nvidia0 || (nvidia-smi -L 2> /dev/null | grep -q GPU) \
 	|| { echo "make $@ needs an NVIDIA GPU, and this machine has none." >&2; exit 1; }
@@ -146,7 +132,7 @@ $(OTHER)/installed: pyproject.toml
 	touch $@
 
 test-torch: $(OTHER)/installed
-	$(OTHER)/bin/python -m pytest -m "not again and not optimizers and not docs" --ignore tests/frameworks --ignore tests/package --ignore tests/hosts $(ARGS)
+	$(OTHER)/bin/python -m pytest -m "not extra" $(ARGS)
 
 # The site, into site/. Sources are read, not imported, so its environment needs neither torch nor the package: only the
 # group "docs" (which pip knows since 25.1). The theme's notice about its future says nothing about a build.

@@ -97,7 +97,8 @@ class Watched(Sharded):
         at = next(position for position, (name, _) in enumerate(parts) if name == first)
         for _, call in parts[:at]:
             call()
-        self.optimizer.wait_for_parameters()
+        if "lazy" in self.config.mode:
+            self.optimizer.wait_for_parameters()  # of the step before
         with simulated.captured() as forbidden:
             for _, call in parts[at:]:
                 call()

@@ -27,7 +27,8 @@ class Backward(Operation):
     """Forward and backward of the next batch.
 
     ``skip`` leaves branches of the model out, on the rank ``only`` or (None) on all. ``sync=False`` is inside
-    ``no_sync``. ``scaled``: the loss goes through a GradScaler. ``bad``: on that rank the loss is infinite.
+    ``no_sync``. ``scaled``: the loss goes through a GradScaler. ``bad``: on that rank the loss is infinite, and
+    every other time the gradient of a single element.
     ``late``: that rank is late with one half of the gradients.
     """
 
@@ -46,6 +47,13 @@ class Clip(Operation):
     max_norm: float = 0.01
     norm_type: float = 2.0
     how: Literal["torch", "ours", "value"] = "torch"
+
+
+@dataclass(frozen=True, repr=False)
+class DropGradient(Operation):
+    """``param.grad = None``, on every rank: the next step leaves this parameter alone."""
+
+    index: int = 0
 
 
 @dataclass(frozen=True, repr=False)
@@ -73,6 +81,8 @@ class Loop(Operation):
     count: int = 4
     clip: Literal["", "torch", "ours"] = ""
     aside: bool = False  # on a stream of the program's own
+    before: tuple[bool, ...] = ()  # backwards before the last one of an iteration: synchronized, or in no_sync
+    late: int | None = None  # the rank that is late in every other backward
 
 
 @dataclass(frozen=True, repr=False)
@@ -231,8 +241,8 @@ class Look(Operation):
 
 
 OPERATIONS = (
-    Backward, Clip, Unscale, ScalerStep, Step, Loop, ZeroGrad, Schedule, SetLr, Freeze, Unfreeze, Rewrap, Rebuild, Move,
-    Copy, AddGroup, Edit, LoadModel, Consolidate, Exchange, Resume, Plain, Save, Restore, CopyModel, Raise, RaiseInStep,
-    Uneven, Switch, Look,
+    Backward, Clip, DropGradient, Unscale, ScalerStep, Step, Loop, ZeroGrad, Schedule, SetLr, Freeze, Unfreeze, Rewrap,
+    Rebuild, Move, Copy, AddGroup, Edit, LoadModel, Consolidate, Exchange, Resume, Plain, Save, Restore, CopyModel,
+    Raise, RaiseInStep, Uneven, Switch, Look,
 )  # fmt: skip
 Program = tuple[Operation, ...]

@@ -1492,6 +1492,21 @@ def second_saver(t: Trial, via: str) -> None:
         checkpoint.save(t.folder / via / "plain", plain)
 
 
+@operation
+def savers_at_once(t: Trial, via: str) -> None:
+    """Two ranks save something of their own under one name, perhaps through a link: not both can."""
+    plain = SGD([weight()], lr=0.1)
+    if t.rank == 0:
+        (t.folder / "both").mkdir(parents=True, exist_ok=True)
+        (t.folder / "linked").symlink_to(t.folder / "both")
+    dist.barrier(t.ranks)
+    found = outcome(lambda: checkpoint.save(t.folder / mine(t, Odd(via, "both")) / "plain", plain))
+    both: list[Any] = [None] * t.config.ranks
+    dist.all_gather_object(both, found[1], group=t.ranks)
+    if any(both):
+        raise RuntimeError(next(filter(None, both)))
+
+
 def to_file(t: Trial) -> None:
     t.folder.mkdir(parents=True, exist_ok=True)
     (t.folder / "file").write_text("no checkpoint")
@@ -1562,6 +1577,8 @@ CHECKPOINTS += [
         misspelt(t), t.ours.model), told(ValueError), "misspelt", after=TRAINS),
     *(Row(f"a second rank saves a plain optimizer, by {via}", second_saver(via), Odd(RuntimeError, None),
           "of this run has saved|and this is rank", changes=25) for via in ("jobs", "link", "jobs/../jobs")),
+    Row("two ranks save plain optimizers at once, by a link", savers_at_once("linked"), RuntimeError, "of this run",
+        changes=25),
 ]  # fmt: skip
 CHECKPOINTS = [replace(row, config=PAIR) for row in CHECKPOINTS]
 

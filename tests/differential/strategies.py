@@ -15,6 +15,7 @@ from tests.differential.programs import (
     Consolidate,
     Copy,
     CopyModel,
+    DropGradient,
     Edit,
     Exchange,
     Freeze,
@@ -53,14 +54,13 @@ def programs(draw: Any, config: Configuration, turn: int = 0) -> Program:
     draws some of them hardly ever.
     """
     kinds = changes(config)
-    own = [kind for name, kind in kinds.items() if name in ("Loop", "RaiseInStep", "Switch")]  # of few configurations
+    few = [kind for name, kind in kinds.items() if name in ("RaiseInStep", "Switch")]  # of few configurations
     rare = [kind for name, kind in kinds.items() if name.startswith("Raise ")]  # also of few, and it needs several
     others = list(kinds.values())
-    chosen = [others[turn % len(others)], own[0] if own else others[(turn // 2 + 5) % len(others)]]
-    chosen += [kinds["RaiseInStep"]] if "RaiseInStep" in kinds else []  # fewer still have that
+    chosen = [others[turn % len(others)], others[(turn // 2 + 5) % len(others)], kinds["Loop"], *few]
     chosen += [rare[turn % len(rare)]] if rare else []
     chosen += [kinds["Copy"]] if "Copy" in kinds and turn % 3 == 0 else []
-    if config.device != "cpu":  # where Loop is one of the two
+    if config.device != "cpu":  # where each configuration has one program
         chosen += [kinds["Uneven"] if "Uneven" in kinds and turn % 2 else others[(7 * turn + 3) % len(others)]]
     free = draw(st.lists(st.one_of(*others), max_size=2))
     found = [(draw(iterations(config)), draw(kind)) for kind in chosen]
@@ -88,6 +88,8 @@ def iterations(draw: Any, config: Configuration) -> Phrase:
     else:
         if config.may_clip and draw(st.integers(0, 2)) == 2:
             ops.append(draw(_clipping(config)))
+        if not config.steps_in_backward and draw(st.integers(0, 7)) == 7:
+            ops.append(DropGradient(draw(st.integers(0, 11))))
         if draw(st.integers(0, 7)) < 7:  # a step is left out now and then: gradients go on adding up
             ops.append(Step(factor=draw(st.sampled_from((None, 0.5)))) if config.optimizer == "Tempered" else Step())
     return (*ops, *draw(_scheduling()))
@@ -135,6 +137,7 @@ def changes(config: Configuration) -> dict[str, Any]:
         "CopyModel": _phrase(st.just(CopyModel())),
         "Move": _phrase(st.just(Move())),
         "Rebuild": _phrase(st.just(Rebuild())),
+        "Loop": _phrase(loops(config)),
         "Save": st.builds(
             lambda asynchronous, beside, between: (Save(asynchronous, beside), *between, Restore()),
             st.booleans(),
@@ -142,11 +145,6 @@ def changes(config: Configuration) -> dict[str, Any]:
             st.one_of(iterations(config), _phrase(st.builds(Freeze, index=index)), st.just(())),
         ),
     }
-    if config.device != "cpu":
-        ways = ("", "torch") if config.sixteen else ("", "torch", "ours")
-        found["Loop"] = _phrase(
-            st.builds(Loop, count=st.integers(2, 5), clip=st.sampled_from(ways), aside=st.booleans())
-        )
     if config.uses_ddp:
         found["Rewrap"] = _phrase(st.builds(Rewrap, ddp_cap=st.sampled_from((None, 0.0003, 0.001))))
     else:
@@ -173,6 +171,15 @@ def changes(config: Configuration) -> dict[str, Any]:
             st.sampled_from((1, 1, 2)),
         )
     return found
+
+
+def loops(config: Configuration) -> Any:
+    clips = st.sampled_from(("", "", "torch") if config.sixteen else ("", "", "torch", "ours"))
+    if config.device != "cpu":
+        return st.builds(Loop, count=st.integers(2, 5), clip=clips, aside=st.booleans())
+    before = st.sampled_from(((), (False,), (True,), (True, False), (True, False)))
+    late = st.sampled_from((None, 0, config.ranks - 1))
+    return st.builds(Loop, count=st.integers(2, 3), clip=clips, before=before, late=late)
 
 
 def resumes(config: Configuration) -> Any:

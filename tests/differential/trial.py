@@ -32,6 +32,7 @@ from tests.differential.programs import (
     Consolidate,
     Copy,
     CopyModel,
+    DropGradient,
     Edit,
     Exchange,
     Freeze,
@@ -78,7 +79,6 @@ class Trial:
         self.frozen: set[str] = set()
         self.added = False
         self.done = 0  # operations
-        self.joined = False  # whether there was a Join context
         self.unsynced = False  # gradients of a backward in no_sync, which nobody has reduced yet
         self.synced = 0  # reduced backwards since the gradients were cleared
         self.stepped = False
@@ -90,6 +90,7 @@ class Trial:
     def _begin(self, config: Configuration) -> None:
         """The process group of this configuration, and both sides on its ranks. Collective over all processes."""
         self.config, world = config, dist.get_world_size()
+        self.joined = False  # whether there was a Join context
         self.members = ranks_of(config.ranks, config.group, world)
         known = set(dist.distributed_c10d._world.pg_map)
         self.ranks: Any = dist.group.WORLD
@@ -163,14 +164,18 @@ class Trial:
         if isinstance(op, Raise) and self.joined:
             # Known, and wrong until issue 28: after a Join context a batch that fails on one rank cannot be skipped.
             op = replace(op, rank=None)
-        if isinstance(op, Loop) and not config.may_clip:
-            return replace(op, clip="")
+        if isinstance(op, Loop):
+            adds_up = config.may_accumulate and not (config.sixteen and config.reduces)
+            adds_up = adds_up and config.optimizer != "ScheduleFree"  # (its steps use the memory of gradients)
+            before = tuple(sync for sync in op.before if not (sync and config.steps_in_backward)) if adds_up else ()
+            op = replace(op, clip=op.clip if config.may_clip else "", before=before)
         if isinstance(op, Save) and op.asynchronous and not config.may_save_beside:
             return Save()
         if isinstance(op, Resume) and op.how == "asynchronous" and not config.may_save_beside:
             return replace(op, how="checkpoint")
         needed = {
             Clip: config.may_clip,
+            DropGradient: not config.steps_in_backward and not self.unsynced,
             Unscale: config.may_scale,
             ScalerStep: config.may_scale,
             Edit: config.may_edit,
@@ -218,6 +223,11 @@ class Trial:
         if self.config.watch == "all":
             self._compare_gradients()
 
+    def _dropgradient(self, op: DropGradient) -> None:
+        for side in self.sides:
+            named = side.params()
+            named[op.index % len(named)][1].grad = None
+
     def _unscale(self, op: Unscale) -> None:
         for side in self.sides:
             side.scaler.unscale_(side.optimizer)
@@ -249,12 +259,12 @@ class Trial:
             self._compare_state(self.number % len(self.ours.params()))
 
     def _loop(self, op: Loop) -> None:
-        if op.clip:
+        if op.clip or True in op.before:
             self.exact = self.exact and not self.config.reduces and op.clip != "ours"
         for side in self.sides:
             side.loop(op, self.number)
         self.number += op.count
-        self.synced, self.unsynced, self.stepped = 1, False, True
+        self.synced, self.unsynced, self.stepped, self.refrozen = 1, False, True, False
 
     def _frozen_versions(self) -> list[int]:
         return [param._version for _, param in self.ours.params() if not param.requires_grad]
