@@ -1,0 +1,201 @@
+"""Several process groups at once, and meshes of (replicate, shard) beyond the square one that the harness trains."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD, Adam, AdamW
+
+from shardstep import ZeroRedundancyOptimizer
+from tests.harness import run_ranks
+from tests.meshes import check_alike, everybodys, mesh_of
+from tests.oracle import assert_same, error_of, parameters, train, values_of
+from tests.surroundings import choose
+
+# With ``shard_gradients`` we sum in our own order: in float64 means of four ranks differ from DDP's by some 1e-16, and
+# three steps leave that far below 1e-11. A gradient that is lost, doubled, or summed over one dimension alone: 1e-3.
+CLOSE = {"rtol": 1e-11, "atol": 1e-13}
+
+
+def several_groups(rank: int, world: int) -> None:
+    """Pairs at once on gradients of their own, all ranks, and all ranks once more: none of their messages mix."""
+    pairs = [dist.new_group([0, 3]), dist.new_group([1, 2])]
+    mine = rank in (1, 2)
+    cases = []
+    for group, seed in ((pairs[mine], 100 * mine), (dist.group.WORLD, 50), (dist.new_group(), 70)):
+        for options in ({"shard": "tensor"}, {"parameters_as_bucket_view": True, "bucket_cap_mb": 0.0005}):
+            params, other = parameters(), parameters()
+            opt = ZeroRedundancyOptimizer(params, Adam, group, lr=0.1, **options)
+            cases.append((params, opt, other, Adam(other, lr=0.1), seed))
+    for step in range(3):
+        for params, opt, other, oracle, seed in cases:
+            train(opt, params, [seed + step])
+            train(oracle, other, [seed + step])
+    for params, opt, other, oracle, seed in cases:
+        assert_same(values_of(params), values_of(other), f"{seed}")
+        opt.consolidate_state_dict(to=opt.world_size - 1)
+        if opt.rank == opt.world_size - 1:
+            assert_same(opt.state_dict(), oracle.state_dict(), f"{seed}")
+
+
+def test_optimizers_over_several_groups_train_in_turns_and_at_once_as_the_oracle():
+    run_ranks(several_groups, 4)
+
+
+# --- meshes -----------------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Three dtypes; one parameter of a single element, of which most ranks own nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.wide = nn.Parameter(torch.randn(37, 5, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.randn(29, 7, dtype=torch.bfloat16))
+        self.one = nn.Parameter(torch.randn(1))
+
+    def forward(self, rank: int, step: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        factors = [torch.randn(param.shape, generator=generator).to(param.dtype) for param in self.parameters()]
+        both = zip(self.parameters(), factors, strict=True)
+        return torch.stack([(param * factor).sum().double() for param, factor in both]).sum()
+
+
+def in_our_order(gradients: list[Tensor]) -> Tensor:
+    """The promised mean: rank order inside, the order of the replicas, one division, one rounding."""
+    first, second, third, fourth = (one.float() if one.dtype is torch.bfloat16 else one for one in gradients)
+    return ((first + second) + (third + fourth)).div(4).to(gradients[0].dtype)
+
+
+def means_have_promised_bits(rank: int, world: int, way: str) -> None:
+    choose(way)
+    for cap, in_flight in ((0.0003, 1), (0.001, 3), (25, 2)):
+        model, local = Mixed(), Mixed()
+        options = {"shard_gradients": True, "bucket_cap_mb": cap, "gradient_buckets_in_flight": in_flight}
+        opt = ZeroRedundancyOptimizer(model.parameters(), SGD, mesh_of((2, 2)), lr=0.1, **options)
+        for step in range(2):
+            for module in (model, local):
+                module.zero_grad()
+                module(rank, step).backward()
+            for mine, other in zip(model.parameters(), local.parameters(), strict=True):
+                assert_same(opt.full_grad(mine), in_our_order(everybodys(other.grad)), f"{cap}, {mine.dtype}")
+            opt.step()
+        check_alike(opt, (2, 2))
+
+
+@pytest.mark.parametrize("way", ["shared memory", "sockets"])
+def test_a_mean_is_summed_inside_then_across_and_rounded_once_whatever_the_buckets(way):
+    run_ranks(means_have_promised_bits, 4, way)
+
+
+def batch_of(rank: int, step: int) -> Tensor:
+    return torch.randn(4, 9, generator=torch.Generator().manual_seed(1000 * step + rank), dtype=torch.float64)
+
+
+def train_net(model: nn.Module, optimizer: Any) -> None:
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch_of(dist.get_rank(), step)).square().mean().backward()
+        optimizer.step()
+
+
+def parts_of_a_mesh(rank: int, world: int) -> None:
+    """A mesh of one dimension is its group; of a larger mesh any two dimensions work, on their own ranks."""
+    whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tensor", "data"))
+    deep = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("replicate", "tensor", "shard"))
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([0, 2]), dist.new_group([1, 3])]
+    for mesh, group, position in (
+        (whole["data"], groups[rank // 2], rank % 2),
+        (deep["replicate", "shard"], groups[2 + rank % 2], 0),
+    ):
+        for shard_gradients in (False, True):
+            model, reference = (nn.Linear(9, 7).double() for _ in range(2))
+            reference = DistributedDataParallel(reference, process_group=group)
+            model.load_state_dict(reference.module.state_dict())
+            ours = model if shard_gradients else DistributedDataParallel(model, process_group=group)
+            opt = ZeroRedundancyOptimizer(model.parameters(), SGD, mesh, shard_gradients=shard_gradients, lr=0.1)
+            assert (opt.rank, opt.mesh) == (position, mesh)
+            train_net(ours, opt)
+            train_net(reference, SGD(reference.parameters(), lr=0.1))
+            for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+                torch.testing.assert_close(mine, theirs, **CLOSE)
+            opt.check_replicas()
+
+
+def test_one_dimension_is_its_group_and_dimensions_of_a_larger_mesh_work():
+    run_ranks(parts_of_a_mesh, 4)
+
+
+def some_ranks_in_any_order(rank: int, world: int) -> None:
+    """Rank 0 is in none of them. Gradients are the same on every rank, so that the mean of four is exact: bits."""
+    for grid in ([[1, 2], [3, 4]], [[1, 3], [2, 4]], [[2, 1], [4, 3]], [[3, 4], [1, 2]]):
+        mesh = DeviceMesh("cpu", grid, mesh_dim_names=("replicate", "shard"))
+        for shard_gradients in (False, True) if rank else ():
+            model, other = Mixed(), Mixed()
+            options = {"shard_gradients": shard_gradients, "bucket_cap_mb": 0.0003, "lr": 0.125}
+            opt = ZeroRedundancyOptimizer(model.parameters(), SGD, mesh, **options)
+            plain = SGD(other.parameters(), lr=0.125)
+            for step in range(2):
+                for module, optimizer in ((model, opt), (other, plain)):
+                    optimizer.zero_grad()
+                    module(7, step).backward()
+                    optimizer.step()
+            assert_same(values_of(model.parameters()), values_of(other.parameters()), f"{grid}, {shard_gradients=}")
+            opt.check_replicas()
+
+
+def test_a_mesh_of_some_ranks_in_any_order_that_all_rows_have():
+    """torch numbers ranks by their global numbers, not as the mesh does."""
+    run_ranks(some_ranks_in_any_order, 5)
+
+
+def called_by_users(rank: int, world: int) -> None:
+    mesh, norm = mesh_of((2, 2)), nn.BatchNorm1d(9).double()
+    norm.running_mean.fill_(rank)
+    opt = ZeroRedundancyOptimizer(norm.parameters(), AdamW, mesh, lr=0.1)
+    assert opt.mesh is mesh
+    assert opt.process_group is mesh.get_group("shard")
+    assert (opt.rank, opt.world_size, opt.global_rank) == (rank % 2, 2, rank)
+    opt.broadcast_buffers(norm)
+    assert_same(norm.running_mean, torch.zeros(9, dtype=torch.float64), "over both dimensions")
+    train_net(DistributedDataParallel(norm), opt)
+    copied = copy.deepcopy(opt)
+    for one in (opt, copied):  # each goes on alone, and alike
+        for param in one.param_groups[0]["params"]:
+            param.grad = torch.ones_like(param)
+        one.step()
+        one.check_replicas()
+    assert_same(values_of(copied.param_groups[0]["params"]), values_of(norm.parameters()))
+
+
+def test_on_a_mesh_buffers_are_broadcast_over_both_dimensions_and_a_copy_goes_on():
+    run_ranks(called_by_users, 4)
+
+
+def averaged_within_a_replica(rank: int, world: int) -> list[str]:
+    """DDP over the shard group alone: the replicas drift apart."""
+    mesh = mesh_of((2, 2))
+    model = DistributedDataParallel(nn.Linear(9, 2).double(), process_group=mesh.get_group("shard"))
+    opt = ZeroRedundancyOptimizer(model.parameters(), SGD, mesh, lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train_net(model, opt)
+        dist.barrier()  # nothing makes the replicas wait for each other; now rank 0 has made its first step
+        train_net(model, opt)
+    assert "replicate 1" in str(error_of(opt.check_replicas, "the replicas have drifted apart"))
+    return [str(warning.message) for warning in caught if "averaged over the ranks" in str(warning.message)]
+
+
+def test_gradients_that_are_averaged_within_replicas_only_are_noticed():
+    first, second, third, fourth = run_ranks(averaged_within_a_replica, 4)
+    assert first == second == []
+    assert all("on rank 0 (replicate 0, shard 0)" in text for (text,) in (third, fourth))
