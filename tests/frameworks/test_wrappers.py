@@ -1,6 +1,6 @@
-"""What a framework does to a model or an optimizer on its own: told the way round, or passed on to the one inside.
+"""A framework that wraps the model in DDP although the optimizer shards its gradients is told the way round for it.
 
-(That the ways round train as plain DDP: test_resuming.py. Accelerate: tests/ranks/test_accelerate.py.)
+(That the ways round train as plain DDP: test_resuming.py.)
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, AdamW
+from torch.optim import SGD
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
-from tests.oracle import assert_same, error_of, parameters, train
+from tests.oracle import error_of
 from tests.surroundings import as_under_torchrun
 
 pytestmark = pytest.mark.extra
@@ -36,6 +36,13 @@ class Model(nn.Module):
 
 def sharded(model: nn.Module) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(model.parameters(), SGD, shard_gradients=True, lr=0.1)
+
+
+def accelerator(folder: Path) -> None:
+    from accelerate import Accelerator
+
+    model = Model()
+    Accelerator(cpu=True).prepare(model, sharded(model))
 
 
 def fabric(folder: Path) -> None:
@@ -79,6 +86,7 @@ def trainer(folder: Path) -> None:
 
 
 FRAMEWORKS: dict[Callable[[Path], None], tuple[str, str]] = {
+    accelerator: ("accelerate", "With Accelerate: give accelerator.prepare everything but the model"),
     fabric: ("lightning", "Fabric(strategy=shardstep.integrations.fabric.ShardedStrategy()) does not wrap"),
     lightning: ("lightning", "shardstep.shard_ddp_gradients(self.trainer.model, optimizer) in on_train_start"),
     trainer: ("transformers", "shardstep.shard_ddp_gradients(trainer.model_wrapped, optimizer) in a callback's"),
@@ -97,30 +105,3 @@ def test_a_framework_that_wraps_is_told_the_way_round_for_it(framework, tmp_path
     for told in run_ranks(refused, 2, framework, tmp_path, fresh=True, pg_timeout=20):
         assert "shard_gradients=True expects a model that is not wrapped" in told
         assert words in told
-
-
-def through_lightnings_wrapper(rank: int, world: int) -> None:
-    from lightning.pytorch.core.optimizer import LightningOptimizer
-
-    params, theirs = parameters(), parameters()
-    optimizer, oracle = ZeroRedundancyOptimizer(params[:4], AdamW, lr=0.1), AdamW(theirs[:4], lr=0.1)
-    wrapper = LightningOptimizer(optimizer)
-    for one, some in ((optimizer, params), (oracle, theirs)):
-        train(one, some[:4], range(2))
-        (wrapper if one is optimizer else one).add_param_group({"params": some[4:], "lr": 0.5})
-        train(one, some, range(2, 4))
-    wrapper.consolidate_state_dict(to=0)
-    if rank == 0:
-        assert_same(wrapper.state_dict()["state"], oracle.state_dict()["state"])
-    train(optimizer, params, range(1))
-    for one in (wrapper, optimizer):  # both know that what was collected is stale
-        assert "consolidate_state_dict(to=0)" in str(error_of(one.state_dict))
-    wrapper.load_state_dict(oracle.state_dict())
-    optimizer.consolidate_state_dict(to=0)
-    if rank == 0:
-        assert_same(optimizer.state_dict()["state"], oracle.state_dict()["state"])
-
-
-def test_groups_and_state_go_through_lightnings_wrapper_to_the_optimizer_inside():
-    pytest.importorskip("lightning", reason="in the environment of make test-frameworks")
-    run_ranks(through_lightnings_wrapper, 2)

@@ -1,10 +1,9 @@
-"""Accelerate: ``prepare`` of an optimizer with state, checkpoints through its wrapper, and the way round its DDP."""
+"""Accelerate: ``prepare`` of an optimizer that has state, and checkpoints through its wrapper."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,35 +12,11 @@ from torch import nn
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
 from tests.harness import run_ranks
-from tests.oracle import error_of
+from tests.ranks.test_no_process_group import make_model, plain, sharded, train
 from tests.surroundings import as_under_torchrun
 
 accelerate = pytest.importorskip("accelerate")
 WAYS = ["load_state_dict", "checkpoint.load", "trained", "consolidated"]
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(7, 13), nn.Tanh(), nn.Linear(13, 3)).double()
-
-
-def sharded(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, **options)
-
-
-def train(model: nn.Module, optimizer: Any, steps: range, backward: Any = torch.Tensor.backward) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        batch = torch.randn(6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(step))
-        backward(model(batch).square().mean())
-        optimizer.step()
-
-
-def plain(steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
-    model = make_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    train(model, optimizer, range(steps))
-    return model, optimizer
 
 
 def with_state(way: str, folder: Path) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
@@ -91,25 +66,3 @@ def test_an_optimizer_that_has_state_is_prepared_keeps_it_and_is_saved_through_t
     model, optimizer = plain(2)
     checkpoint.save(tmp_path, optimizer, model)
     run_ranks(prepared, world, way, tmp_path, fresh=True)
-
-
-def used_wrongly(rank: int, world: int) -> None:
-    as_under_torchrun(rank, world)
-    accelerator = accelerate.Accelerator(cpu=True)
-    caught: list[Any] = []
-    model = make_model()
-    optimizer = sharded(model)
-    train(model, optimizer, range(1))
-    optimizer.register_state_dict_post_hook(lambda one, form: caught.append(form))
-    accelerator.prepare(optimizer)  # asks for the state, moves it, and loads it: nothing of it need be there for that
-    text = str(error_of(lambda: sharded(make_model()).load_state_dict(caught[-1])))
-    assert "put the state of another optimizer on a device" in text
-    assert "consolidate" in str(error_of(optimizer.state_dict, "everybody else still has to"))
-    model = make_model()
-    text = str(error_of(lambda: accelerator.prepare(model, sharded(model, shard_gradients=True))))
-    assert "shard_gradients=True expects a model that is not wrapped" in text
-    assert "With Accelerate: give accelerator.prepare everything but the model" in text
-
-
-def test_what_accelerate_cannot_do_is_told_with_the_way_round():
-    run_ranks(used_wrongly, 2, fresh=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -13,7 +11,6 @@ from torch.optim import SGD, AdamW
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
-from tests.oracle import error_of
 from tests.twins import Twins, parameters, values
 
 SHAPES = [(7, 5), (5,), (3, 2, 2), (11, 3), (1,)]
@@ -92,28 +89,6 @@ def test_frozen_integers_and_bools_are_carried_along():
     run_ranks(carried_along, 3)
 
 
-def duplicates(rank: int, world: int) -> None:
-    for shard in ("tensor", "element"):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            twice = lambda p: [p[0], p[1], p[0], p[2], p[1], p[3], p[4]]  # noqa: E731
-            twins = Twins(lambda: parameters(SHAPES), AdamW, twice, sharded={"shard": shard}, lr=0.1)
-        assert any("duplicate parameters" in str(warning.message) for warning in caught)
-        twins.step(3)
-        # torch numbers a duplicate by its last place, we by its first; a load takes either
-        theirs = copy.deepcopy(twins.plain.state_dict())
-        twins.opt.consolidate_state_dict()
-        if rank == 0:
-            twins.plain.load_state_dict(twins.opt.state_dict())
-        twins.opt.load_state_dict(theirs)
-        twins.step(2)
-        twins.check_weights()
-
-
-def test_duplicates_inside_a_group_warn_and_step_as_often_as_in_the_plain_optimizer():
-    run_ranks(duplicates, 3)
-
-
 def untouched(rank: int, world: int) -> None:
     params = parameters(SHAPES)
     groups = [{"params": params[:2], "lr": 0.5, "shard": "tensor"}, {"params": params[2:], "betas": (0.5, 0.6)}]
@@ -135,23 +110,3 @@ def untouched(rank: int, world: int) -> None:
 
 def test_the_callers_dicts_lists_and_memory_are_not_changed():
     run_ranks(untouched, 3)
-
-
-def all_empty(rank: int, world: int) -> None:
-    twins = Twins(list, AdamW, lambda p: [{"params": []}, {"params": [], "lr": 0.5}])
-    twins.step()
-    twins.check()
-    twins.ours, twins.theirs = parameters(SHAPES), parameters(SHAPES)
-    twins.opt.add_param_group({"params": twins.ours})
-    twins.plain.add_param_group({"params": twins.theirs})
-    twins.step(2)
-    twins.check()
-
-
-def test_all_groups_may_be_empty_until_one_is_added():
-    run_ranks(all_empty, 3)
-
-
-def test_what_is_not_iterable_is_refused_with_the_original_error_as_its_cause():
-    for params in (3, None, torch.nn.Linear(2, 2)):
-        assert isinstance(error_of(lambda: ZeroRedundancyOptimizer(params, SGD)).__cause__, TypeError)  # noqa: B023

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from typing import Any
 
@@ -26,9 +25,6 @@ OPTIMIZERS = {"Adam": (Adam, {}), "AdamW": (AdamW, {"maximize": True}), "SGD": (
 
 def plain(params: Any, optimizer_class: Any, parameters_as_bucket_view: bool = False, **options: Any) -> Optimizer:
     return optimizer_class(params, **options)
-
-
-CLASSES = {"torch": TorchZero, "ours": ZeroRedundancyOptimizer, "plain": plain}
 
 
 def script(rank: int, zero: Any, kind: Any, views: bool, **options: Any) -> tuple[Any, Any]:
@@ -66,37 +62,27 @@ def test_a_script_for_torchs_class_gives_the_same_weights_and_state_with_ours():
     run_ranks(same_weights, 3)
 
 
-def dict_for_all(optimizer: Any, rank: int) -> dict[str, Any]:
-    """What a program saves on rank 0 and every rank loads."""
-    if hasattr(optimizer, "consolidate_state_dict"):
-        optimizer.consolidate_state_dict(to=0)
-    box = io.BytesIO()
-    if rank == 0:
-        torch.save(optimizer.state_dict(), box)
-    content = [box.getvalue()]
-    dist.broadcast_object_list(content, src=0)
-    return torch.load(io.BytesIO(content[0]), weights_only=True)
-
-
 def crosswise(rank: int, world: int) -> None:
     for name, (kind, options) in OPTIMIZERS.items():
         straight = parameters()
         train(kind(straight, lr=0.05, **options), straight, range(4))
-        for source, target in (("torch", "ours"), ("ours", "torch"), ("plain", "ours"), ("ours", "plain")):
+        for source, target in ((TorchZero, ZeroRedundancyOptimizer), (ZeroRedundancyOptimizer, TorchZero)):
             params = parameters()
-            first = CLASSES[source](params, kind, lr=0.05, **options)
+            first = source(params, kind, lr=0.05, **options)
             train(first, params, range(2))
-            state_dict = dict_for_all(first, rank)
-            kept = copy.deepcopy(state_dict)
-            second = CLASSES[target](params, kind, lr=0.5, **options)
-            second.load_state_dict(state_dict)
+            first.consolidate_state_dict(to=0)
+            box = [first.state_dict() if rank == 0 else None]  # which a program saves there and every rank loads
+            dist.broadcast_object_list(box, src=0)
+            kept = copy.deepcopy(box[0])
+            second = target(params, kind, lr=0.5, **options)
+            second.load_state_dict(box[0])
             train(second, params, range(2, 4))
-            assert_same(values_of(params), values_of(straight), f"{name}: {source} -> {target}")
-            if target == "ours":
-                assert_same(state_dict, kept, "our class leaves the caller's dict alone")
+            assert_same(values_of(params), values_of(straight), f"{name}: {source.__module__} to {target.__module__}")
+            if target is ZeroRedundancyOptimizer:
+                assert_same(box[0], kept, "our class leaves the caller's dict alone")
 
 
-def test_state_dicts_load_crosswise_between_torchs_class_ours_and_the_plain_optimizer():
+def test_state_dicts_load_crosswise_between_torchs_class_and_ours():
     run_ranks(crosswise, 3)
 
 
@@ -154,10 +140,6 @@ def attributes(rank: int, world: int) -> None:
     assert isinstance(ours, Joinable)
     assert type(ours.optim) is AdamW
     assert all(mine is given for mine, given in zip(ours._all_params, params, strict=True))
-    expected = AdamW(parameters(), lr=0.5)
-    assert ours.defaults == expected.defaults, "in full, where torch's has what was typed"
-    assert ours.state_dict() == expected.state_dict(), "right after construction, where torch's raises"
-    assert set(ours.state) == set(params)
     ours.anything = 1  # torch's join test sets an attribute of its own
     with pytest.raises(AttributeError, match="no_such_thing"):
         ours.no_such_thing  # noqa: B018
@@ -172,39 +154,6 @@ def attributes(rank: int, world: int) -> None:
 
 def test_the_attributes_and_positional_arguments_of_torchs_class_are_there():
     run_ranks(attributes, 3)
-
-
-def refused_alike(rank: int, world: int) -> None:
-    from torch.distributed.optim.functional_adam import _FunctionalAdam
-
-    weight, sparse = torch.nn.Parameter(torch.ones(3, 2)), torch.ones(3, 2).to_sparse()
-    cases: dict[str, tuple[Any, Any, dict[str, Any]]] = {
-        "a tensor": (weight, Adam, {}),
-        "a number": (3, Adam, {}),
-        "an empty list": ([], Adam, {}),
-        "tensors and dicts": ([weight, {"params": weight}], Adam, {}),
-        "a dict without params": ([{"lr": 0.1}], Adam, {}),
-        "a set in a group": ([{"params": {weight}}], Adam, {}),
-        "sparse first": ([sparse, weight], Adam, {}),
-        "sparse later": ([weight, sparse], Adam, {}),
-        "a non-leaf": ([weight * 2], Adam, {}),
-        "twice in two groups": ([{"params": weight}, {"params": weight}], Adam, {}),
-        "an unknown option": ([weight], Adam, {"no_such_option": 1}),
-        "a bad option": ([weight], Adam, {"lr": -1.0}),
-        "a functional class": ([weight], _FunctionalAdam, {}),
-    }
-    for what, (params, kind, options) in cases.items():
-        raised = []
-        for zero in (TorchZero, ZeroRedundancyOptimizer):
-            with pytest.raises((TypeError, ValueError)) as caught:
-                zero(params, kind, **options)
-            raised.append(type(caught.value))
-        assert raised[0] is raised[1], what
-
-
-def test_what_both_refuse_they_refuse_with_the_same_class_of_error():
-    """(The words of ours are in the table of refusals.)"""
-    run_ranks(refused_alike, 1)
 
 
 class RecordingSGD(SGD):

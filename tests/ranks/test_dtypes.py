@@ -1,15 +1,13 @@
-"""Parameters of several dtypes in one optimizer, complex ones, and a lone element with a stride."""
+"""Parameters of several dtypes in one optimizer, and complex ones."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, AdamW, RMSprop
 
-from shardstep import ZeroRedundancyOptimizer, checkpoint
 from tests.harness import run_ranks
 from tests.twins import Twins, parameters, values
 
@@ -69,32 +67,3 @@ def complex_numbers(rank: int, world: int) -> None:
 
 def test_complex_parameters_train_as_in_the_plain_optimizer():
     run_ranks(complex_numbers, 3)
-
-
-def lone_elements() -> list[Parameter]:
-    return [Parameter(torch.arange(8.0)[3::8]), Parameter(torch.arange(3.0)), Parameter(torch.ones(1, 9)[:, ::9])]
-
-
-def strided(rank: int, world: int, folder: Path) -> None:
-    modes: tuple[dict[str, Any], ...] = ({}, {"shard": "tensor"}, {"shard_gradients": True}, {"lazy_gather": True})
-    for number, options in enumerate(modes):
-        params, theirs = lone_elements(), lone_elements()
-        assert params[0].stride() == (8,)
-        opt = ZeroRedundancyOptimizer(params, AdamW, lr=0.1, **options)
-        plain = AdamW(theirs, lr=0.1)
-        for step in range(3):
-            for optimizer, some in ((opt, params), (plain, theirs)):
-                optimizer.zero_grad()
-                sum((param * param).sum() for param in some).backward()
-                optimizer.step()
-            opt.check_replicas()
-            if step == 1:
-                opt.consolidate_state_dict()
-                checkpoint.save(folder / str(number), opt)
-                checkpoint.load(folder / str(number), opt)
-        assert all(map(torch.equal, params, theirs)), options
-
-
-def test_a_single_element_with_a_stride_is_stepped_compared_and_saved(tmp_path):
-    """It is contiguous, because it is alone, and there is no view of it as bytes."""
-    run_ranks(strided, 3, tmp_path)

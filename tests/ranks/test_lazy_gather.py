@@ -19,19 +19,6 @@ from tests.twins import parameters
 SHAPES = [(40, 50)] * 6
 
 
-def in_threads(function: Any, delays: tuple[float, ...]) -> None:
-    def late(delay: float) -> None:
-        time.sleep(delay)
-        function()
-
-    threads = [threading.Thread(target=late, args=(delay,), daemon=True) for delay in delays]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-        assert not thread.is_alive(), "a thread hangs"
-
-
 def touched_by_threads(rank: int, world: int, way: str) -> None:
     """Rank 1 is late with its step. On rank 0 one thread waits for a gather when others touch the same parameters."""
     choose(way)
@@ -48,11 +35,17 @@ def touched_by_threads(rank: int, world: int, way: str) -> None:
                 time.sleep(0.5)
             optimizer.step()
             seen: list[list[torch.Tensor]] = []
-            in_threads(
-                lambda seen=seen: seen.append([param.detach().clone() for param in params]),  # noqa: B023
-                (0, 0.1, 0.15, 0.2),
-            )
-            assert len(seen) == 4
+
+            def touch(delay: float, params: Any = params, seen: Any = seen) -> None:
+                time.sleep(delay)
+                seen.append([param.detach().clone() for param in params])
+
+            threads = [threading.Thread(target=touch, args=(delay,), daemon=True) for delay in (0, 0.1, 0.15, 0.2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(20)
+            assert len(seen) == len(threads), "a thread hangs"
             for values in seen:
                 assert all(map(torch.equal, values, theirs)), f"a thread saw old values in step {step}, {shard}"
 
@@ -104,44 +97,3 @@ def interrupted(rank: int, world: int) -> None:
 
 def test_signal_handlers_and_threads_may_touch_parameters_at_any_time():
     run_ranks(interrupted, 3, pg_timeout=20, fresh=True)
-
-
-def seen_as_another_class(rank: int, world: int) -> None:
-    param = nn.Parameter(torch.zeros(64))
-    optimizer = ZeroRedundancyOptimizer([param], torch.optim.SGD, lr=1.0, lazy_gather=True)
-    for step in range(1, 4):
-        param.grad = torch.ones_like(param)
-        time.sleep(0.05 * rank)  # so that some are waited for
-        optimizer.step()
-        assert param.as_subclass(torch.Tensor).tolist() == [-step] * 64
-
-
-def test_a_parameter_that_is_taken_as_another_class_is_waited_for():
-    run_ranks(seen_as_another_class, 2)
-
-
-def told_to_threads(rank: int, world: int) -> list[str]:
-    """Rank 1 never steps. What the threads of rank 0 are told when they touch parameters."""
-    params, told = parameters(SHAPES), list[str]()
-    optimizer = ZeroRedundancyOptimizer(params, torch.optim.SGD, lr=0.1, lazy_gather=True)
-    if rank == 1:
-        time.sleep(4)  # longer than the other one waits
-        return told
-    for param in params:
-        param.grad = torch.ones_like(param)
-    optimizer.step()
-
-    def touch() -> None:
-        try:
-            params[0].sum()
-        except RuntimeError as error:
-            told.append(str(error))
-
-    in_threads(touch, (0, 0.3))
-    return told
-
-
-def test_if_the_gather_fails_every_thread_that_waits_for_it_is_told():
-    told = run_ranks(told_to_threads, 2, pg_timeout=2)[0]
-    assert len(told) == 2
-    assert all("could not be gathered" in text for text in told), told

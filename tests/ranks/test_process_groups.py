@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,9 +14,8 @@ from torch.optim import SGD, Adam, AdamW
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
-from tests.meshes import check_alike, everybodys, mesh_of
-from tests.oracle import assert_same, error_of, parameters, train, values_of
-from tests.surroundings import choose
+from tests.meshes import mesh_of
+from tests.oracle import assert_same, parameters, train, values_of
 
 # With ``shard_gradients`` we sum in our own order: in float64 means of four ranks differ from DDP's by some 1e-16, and
 # three steps leave that far below 1e-11. A gradient that is lost, doubled, or summed over one dimension alone: 1e-3.
@@ -68,33 +65,6 @@ class Mixed(nn.Module):
         factors = [torch.randn(param.shape, generator=generator).to(param.dtype) for param in self.parameters()]
         both = zip(self.parameters(), factors, strict=True)
         return torch.stack([(param * factor).sum().double() for param, factor in both]).sum()
-
-
-def in_our_order(gradients: list[Tensor]) -> Tensor:
-    """The promised mean: rank order inside, the order of the replicas, one division, one rounding."""
-    first, second, third, fourth = (one.float() if one.dtype is torch.bfloat16 else one for one in gradients)
-    return ((first + second) + (third + fourth)).div(4).to(gradients[0].dtype)
-
-
-def means_have_promised_bits(rank: int, world: int, way: str) -> None:
-    choose(way)
-    for cap, in_flight in ((0.0003, 1), (0.001, 3), (25, 2)):
-        model, local = Mixed(), Mixed()
-        options = {"shard_gradients": True, "bucket_cap_mb": cap, "gradient_buckets_in_flight": in_flight}
-        opt = ZeroRedundancyOptimizer(model.parameters(), SGD, mesh_of((2, 2)), lr=0.1, **options)
-        for step in range(2):
-            for module in (model, local):
-                module.zero_grad()
-                module(rank, step).backward()
-            for mine, other in zip(model.parameters(), local.parameters(), strict=True):
-                assert_same(opt.full_grad(mine), in_our_order(everybodys(other.grad)), f"{cap}, {mine.dtype}")
-            opt.step()
-        check_alike(opt, (2, 2))
-
-
-@pytest.mark.parametrize("way", ["shared memory", "sockets"])
-def test_a_mean_is_summed_inside_then_across_and_rounded_once_whatever_the_buckets(way):
-    run_ranks(means_have_promised_bits, 4, way)
 
 
 def batch_of(rank: int, step: int) -> Tensor:
@@ -179,23 +149,3 @@ def called_by_users(rank: int, world: int) -> None:
 
 def test_on_a_mesh_buffers_are_broadcast_over_both_dimensions_and_a_copy_goes_on():
     run_ranks(called_by_users, 4)
-
-
-def averaged_within_a_replica(rank: int, world: int) -> list[str]:
-    """DDP over the shard group alone: the replicas drift apart."""
-    mesh = mesh_of((2, 2))
-    model = DistributedDataParallel(nn.Linear(9, 2).double(), process_group=mesh.get_group("shard"))
-    opt = ZeroRedundancyOptimizer(model.parameters(), SGD, mesh, lr=0.1)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        train_net(model, opt)
-        dist.barrier()  # nothing makes the replicas wait for each other; now rank 0 has made its first step
-        train_net(model, opt)
-    assert "replicate 1" in str(error_of(opt.check_replicas, "the replicas have drifted apart"))
-    return [str(warning.message) for warning in caught if "averaged over the ranks" in str(warning.message)]
-
-
-def test_gradients_that_are_averaged_within_replicas_only_are_noticed():
-    first, second, third, fourth = run_ranks(averaged_within_a_replica, 4)
-    assert first == second == []
-    assert all("on rank 0 (replicate 0, shard 0)" in text for (text,) in (third, fourth))

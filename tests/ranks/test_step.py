@@ -1,4 +1,4 @@
-"""step(): gradients as users set them, autograd's notice, memory that somebody replaced, what a step lets go of."""
+"""step(): what autograd notices, memory that somebody replaced, replicas that differ, what a step lets go of."""
 
 from __future__ import annotations
 
@@ -23,26 +23,6 @@ MODES: list[dict[str, Any]] = [
     for shard in ("tensor", "element")
     for views in (False, True)
 ]
-
-
-def strided_gradients(rank: int, world: int) -> None:
-    for kind, options in ((SGD, {"momentum": 0.9}), (AdamW, {}), (AdamW, {"foreach": True})):
-        for mode in MODES:
-            twins = Twins(lambda: parameters([(7, 5), (4, 3, 2), (2, 3)]), kind, sharded=mode, lr=0.1, **options)
-            twins.name = f"{kind.__name__} {options} {mode}"
-            for step in range(3):
-                for params in (twins.ours, twins.theirs):
-                    params[0].grad = values((5, 7), step).t()
-                    params[1].grad = values((8, 3, 2), step)[::2]
-                    params[2].grad = torch.tensor(0.5, dtype=torch.float64).expand(2, 3)
-                twins.opt.step()
-                twins.plain.step()
-                assert not any(param.grad.is_contiguous() for param in twins.ours), "gradients belong to the user"
-            twins.check()
-
-
-def test_gradients_that_are_not_contiguous_give_the_same_weights_and_state():
-    run_ranks(strided_gradients, 3)
 
 
 def is_refused(loss: torch.Tensor, param: torch.Tensor) -> bool:
@@ -147,23 +127,6 @@ def other_memory(rank: int, world: int, views: bool) -> None:
 @pytest.mark.parametrize("views", [False, True])
 def test_parameters_with_other_memory_are_bound_again_and_train_exactly(views):
     run_ranks(other_memory, 3, views, pg_timeout=10)
-
-
-def half_on_one(rank: int, world: int) -> None:
-    model = conv_net()
-    opt = ZeroRedundancyOptimizer(model.named_parameters(), SGD, lr=0.1)
-    if rank == 1:
-        model.half()
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    text = str(error_of(opt.step))
-    assert "0.weight" in text
-    assert "float16" in text
-    assert rank == 1 or "rank 1" in text
-
-
-def test_another_dtype_on_one_rank_is_an_error_on_all_that_names_rank_and_parameter():
-    run_ranks(half_on_one, 3, pg_timeout=3)
 
 
 def differing(rank: int, world: int) -> None:
