@@ -12,6 +12,7 @@ from torch import nn
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
 from tests.harness import run_ranks
+from tests.oracle import error_of
 from tests.ranks.test_no_process_group import make_model, plain, sharded, train
 from tests.surroundings import as_under_torchrun
 
@@ -66,3 +67,17 @@ def test_an_optimizer_that_has_state_is_prepared_keeps_it_and_is_saved_through_t
     model, optimizer = plain(2)
     checkpoint.save(tmp_path, optimizer, model)
     run_ranks(prepared, world, way, tmp_path, fresh=True)
+
+
+def wrapped(rank: int, world: int) -> None:
+    as_under_torchrun(rank, world)
+    model = make_model()
+    optimizer = sharded(model, shard_gradients=True)
+    text = str(error_of(lambda: accelerate.Accelerator(cpu=True).prepare(model, optimizer)))
+    assert "shard_gradients=True expects a model that is not wrapped" in text
+    assert "With Accelerate: give accelerator.prepare everything but the model" in text
+
+
+def test_a_model_that_accelerate_wraps_is_refused_with_the_way_round():
+    """(That the ways round train as plain DDP, in every framework: tests/frameworks/test_resuming.py.)"""
+    run_ranks(wrapped, 2, fresh=True)

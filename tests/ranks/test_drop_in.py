@@ -116,11 +116,6 @@ def partition(rank: int, world: int) -> None:
         assert elements(optimizer) == 24, shard
         assert before <= {id(param) for param in owned(optimizer)}
         assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 2
-        # A large frozen tensor does not count in the balance of the others.
-        params = [torch.rand(size, 1, requires_grad=size != 100) for size in (100, 3, 5, 2, 6, 4)]
-        optimizer = ZeroRedundancyOptimizer(params, SGD, lr=0.1, shard=shard)
-        trained = sum(piece.numel() for piece in owned(optimizer) if piece.requires_grad)
-        assert trained in (6, 7), f"{shard}: 20 elements over three ranks"
 
 
 def test_sizes_9_7_5_3_per_rank_are_sharded_into_equal_sums_and_added_groups_keep_the_balance():

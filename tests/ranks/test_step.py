@@ -12,6 +12,9 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW
 
 from shardstep import ZeroRedundancyOptimizer
+from tests.differential.cases import run
+from tests.differential.configurations import Configuration
+from tests.differential.programs import Backward, Step
 from tests.harness import run_ranks
 from tests.oracle import error_of
 from tests.twins import Twins, parameters, values
@@ -53,6 +56,12 @@ def stale_graphs(rank: int, world: int) -> None:
 @pytest.mark.parametrize("world", [1, 3])
 def test_autograd_notices_on_every_rank_that_a_step_changed_all_parameters(world):
     run_ranks(stale_graphs, world)
+
+
+@pytest.mark.parametrize("mode", ["default", "sharded", "under DDP"])
+def test_gradients_that_the_optimizer_takes_away_are_gone_on_every_rank(mode):
+    """heavyball's do, so programs do not call zero_grad."""
+    run(Configuration(mode=mode, optimizer="Peculiar", ranks=3), (Backward(), Step()) * 3)
 
 
 def freed(rank: int, world: int) -> None:
