@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -44,9 +42,3 @@ def _tensors(optimizer: ZeroRedundancyOptimizer) -> list[Tensor]:
 def _digest(tensor: Tensor) -> int:
     words = tensor.detach().contiguous().reshape(-1).view(torch.uint8).to(torch.int64)
     return int((words * torch.arange(1, words.numel() + 1)).sum()) % (2**40)
-
-
-def owned(optimizer: ZeroRedundancyOptimizer) -> int:
-    """How many elements this rank's local optimizer steps."""
-    groups: list[dict[str, Any]] = optimizer.optim.param_groups
-    return sum(param.numel() for group in groups for param in group["params"])

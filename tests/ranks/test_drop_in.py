@@ -1,20 +1,16 @@
-"""One changed import: a script with torch's class, with ours and with the plain optimizer ends in the same weights.
-
-DDP reduces the same gradients in the same order in all three, so weights are compared bit by bit.
-"""
+"""One changed import: a program for torch's ZeroRedundancyOptimizer runs with ours and ends in the same bits."""
 
 from __future__ import annotations
 
 import copy
-import io
 import warnings
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.join import Joinable
 from torch.distributed.optim import ZeroRedundancyOptimizer as TorchZero
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -22,236 +18,174 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
 from tests.oracle import assert_same, parameters, train, values_of
+from tests.twins import Twins
 
-OPTIMIZERS = {"adam": (Adam, {}), "adamw": (AdamW, {}), "sgd": (SGD, {"momentum": 0.9})}
+OPTIMIZERS = {"Adam": (Adam, {}), "AdamW": (AdamW, {"maximize": True}), "SGD": (SGD, {"momentum": 0.9})}
 
 
 def plain(params: Any, optimizer_class: Any, parameters_as_bucket_view: bool = False, **options: Any) -> Optimizer:
     return optimizer_class(params, **options)
 
 
-CLASSES = {"torch": TorchZero, "ours": ZeroRedundancyOptimizer, "plain": plain}
-
-
-def make_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).double()
-
-
-def script(rank: int, zero: Any, optimizer_class: Any, views: bool, epochs: int, **options: Any) -> tuple[Any, Any]:
+def script(rank: int, zero: Any, kind: Any, views: bool, **options: Any) -> tuple[Any, Any]:
     """As one writes it for torch's class: DDP, steps, and a layer frozen and released on the way."""
-    model = make_model()
-    optimizer = zero(
-        model.parameters(), optimizer_class=optimizer_class, parameters_as_bucket_view=views, lr=0.05, **options
-    )
-    for epoch in range(epochs):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).double()
+    optimizer = zero(model.parameters(), optimizer_class=kind, parameters_as_bucket_view=views, lr=0.05, **options)
+    for epoch in range(3):
         model[2].weight.requires_grad_(epoch != 1)
         ddp = DistributedDataParallel(model)
         generator = torch.Generator().manual_seed(10 * epoch + rank)
         for batch in torch.randn(2, 4, 5, generator=generator, dtype=torch.float64):
             optimizer.zero_grad()
-            loss = ddp(batch).square().mean()
-            loss.backward()
+            ddp(batch).square().mean().backward()
             optimizer.step()
     return model, optimizer
 
 
-def same_weights(rank: int, world: int, name: str) -> None:
+def same_weights(rank: int, world: int) -> None:
     warnings.simplefilter("ignore")  # torch's class warns of every change of requires_grad
-    optimizer_class, options = OPTIMIZERS[name]
-    for maximize in (False, True):
-        oracle = script(rank, plain, optimizer_class, False, 3, maximize=maximize, **options)
+    for name, (kind, options) in OPTIMIZERS.items():
+        expected, oracle = script(rank, plain, kind, False, **options)
         for views in (False, True):
-            case = f"{name} maximize={maximize} views={views}"
-            trained = {"plain": oracle}
-            for kind in ("ours", "torch"):
-                trained[kind] = script(rank, CLASSES[kind], optimizer_class, views, 3, maximize=maximize, **options)
-            weights = {kind: values_of(model.parameters()) for kind, (model, _) in trained.items()}
-            assert_same(weights["ours"], weights["plain"], f"{case}: ours and plain")
-            assert_same(weights["ours"], weights["torch"], f"{case}: ours and torch's")
-            ours, theirs = trained["ours"][1], trained["torch"][1]
-            for optimizer in (ours, theirs):
+            for zero in (ZeroRedundancyOptimizer, TorchZero):
+                model, optimizer = script(rank, zero, kind, views, **options)
+                case = f"{zero.__module__} {name} {views=}"
+                assert_same(values_of(model.parameters()), values_of(expected.parameters()), case)
                 optimizer.consolidate_state_dict(to=0)
-            if rank == 0:
-                assert_same(ours.state_dict(), trained["plain"][1].state_dict(), f"{case}: state, ours and plain")
-                assert_same(
-                    ours.state_dict()["state"], theirs.state_dict()["state"], f"{case}: state, ours and torch's"
-                )
+                if rank == 0:
+                    assert_same(optimizer.state_dict()["state"], oracle.state_dict()["state"], case)
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_script_for_torchs_class_gives_the_same_weights_and_state_with_ours(world, name):
-    run_ranks(same_weights, world, name)
+def test_a_script_for_torchs_class_gives_the_same_weights_and_state_with_ours():
+    """DDP reduces the same gradients in the same order in all three: bits."""
+    run_ranks(same_weights, 3)
 
 
-# --- state dicts crosswise --------------------------------------------------------------------------------------------
-
-
-def dict_for_all(optimizer: Any, rank: int) -> dict[str, Any]:
-    """What a program saves on rank 0 and every rank loads."""
-    if hasattr(optimizer, "consolidate_state_dict"):
-        optimizer.consolidate_state_dict(to=0)
-    box = io.BytesIO()
-    if rank == 0:
-        torch.save(optimizer.state_dict(), box)
-    content = [box.getvalue()]
-    dist.broadcast_object_list(content, src=0)
-    return torch.load(io.BytesIO(content[0]), weights_only=True)
-
-
-def crosswise(rank: int, world: int, name: str) -> None:
-    optimizer_class, options = OPTIMIZERS[name]
-    straight = parameters()
-    train(optimizer_class(straight, lr=0.05, **options), straight, range(4))
-    for source in CLASSES:
-        for target in CLASSES:
-            if source == target == "torch":
-                continue
+def crosswise(rank: int, world: int) -> None:
+    for name, (kind, options) in OPTIMIZERS.items():
+        straight = parameters()
+        train(kind(straight, lr=0.05, **options), straight, range(4))
+        for source, target in ((TorchZero, ZeroRedundancyOptimizer), (ZeroRedundancyOptimizer, TorchZero)):
             params = parameters()
-            first = CLASSES[source](params, optimizer_class, lr=0.05, **options)
+            first = source(params, kind, lr=0.05, **options)
             train(first, params, range(2))
-            state_dict = dict_for_all(first, rank)
-            kept = copy.deepcopy(state_dict)
-            second = CLASSES[target](params, optimizer_class, lr=0.5, **options)
-            second.load_state_dict(state_dict)
+            first.consolidate_state_dict(to=0)
+            box = [first.state_dict() if rank == 0 else None]  # which a program saves there and every rank loads
+            dist.broadcast_object_list(box, src=0)
+            kept = copy.deepcopy(box[0])
+            second = target(params, kind, lr=0.5, **options)
+            second.load_state_dict(box[0])
             train(second, params, range(2, 4))
-            assert_same(values_of(params), values_of(straight), f"{name}: {source} -> {target}")
-            if target == "ours":
-                assert_same(state_dict, kept, "our class leaves the caller's dict alone")
+            assert_same(values_of(params), values_of(straight), f"{name}: {source.__module__} to {target.__module__}")
+            if target is ZeroRedundancyOptimizer:
+                assert_same(box[0], kept, "our class leaves the caller's dict alone")
 
 
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_state_dicts_load_crosswise_between_torchs_class_ours_and_the_plain_optimizer(world, name):
-    run_ranks(crosswise, world, name)
+def test_state_dicts_load_crosswise_between_torchs_class_and_ours():
+    run_ranks(crosswise, 3)
 
 
-# --- what torch's own tests pin about the partition -------------------------------------------------------------------
+# --- the partition, as torch's own tests pin it -----------------------------------------------------------------------
 
 
-def sizes_for(world: int) -> list[int]:
-    return [size for size in (9, 7, 5, 3) for _ in range(world)]
+def owned(optimizer: Any) -> list[torch.Tensor]:
+    return [param for group in optimizer.optim.param_groups for param in group["params"]]
 
 
-def owned(optimizer: Any, trainable: bool = False) -> int:
-    pieces = [param for group in optimizer.optim.param_groups for param in group["params"]]
-    return sum(piece.numel() for piece in pieces if piece.requires_grad or not trainable)
+def elements(optimizer: Any) -> int:
+    return sum(piece.numel() for piece in owned(optimizer))
 
 
-def equal_sums(rank: int, world: int) -> None:
-    for requires_grad in (True, False):
-        for shard in ("tensor", "auto"):
-            for views in (False, True) if shard == "auto" else (False,):
-                params = [torch.rand(size, 1, requires_grad=requires_grad) for size in sizes_for(world)]
-                build = partial(ZeroRedundancyOptimizer, params, SGD, parameters_as_bucket_view=views, lr=0.1)
-                optimizer = build(shard=shard)
-                case = f"shard={shard} requires_grad={requires_grad} views={views}"
-                assert owned(optimizer) == sum((9, 7, 5, 3)), case
-                if shard == "tensor":
-                    theirs = TorchZero(params, SGD, lr=0.1)
-                    mine = [id(param) for group in optimizer.optim.param_groups for param in group["params"]]
-                    his = [id(param) for group in theirs.optim.param_groups for param in group["params"]]
-                    assert sorted(mine) == sorted(his), f"{case}: the same tensors as torch's class"
-
-
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_sizes_9_7_5_3_per_rank_are_sharded_into_equal_sums_trainable_or_not(world):
-    run_ranks(equal_sums, world)
-
-
-def added_groups(rank: int, world: int) -> None:
-    """The cases of torch's tests: all trainable, or a large frozen one first; one frozen tensor is added."""
-    for shard in ("auto", "tensor"):
-        params = [torch.rand(size, 1, requires_grad=True) for size in sizes_for(world)[:-1]]
-        optimizer = ZeroRedundancyOptimizer(params, SGD, lr=0.1, shard=shard)
-        assert sum(everyones(owned(optimizer), world)) == 24 * world - 3
-        before = {id(param) for group in optimizer.optim.param_groups for param in group["params"]}
+def partition(rank: int, world: int) -> None:
+    sizes = [size for size in (9, 7, 5, 3) for _ in range(world)]
+    for shard in ("tensor", "auto"):
+        for requires_grad in (True, False):
+            params = [torch.rand(size, 1, requires_grad=requires_grad) for size in sizes]
+            optimizer = ZeroRedundancyOptimizer(params, SGD, lr=0.1, shard=shard)
+            assert elements(optimizer) == 24, f"{shard} {requires_grad=}"
+            if shard == "tensor":
+                theirs = owned(TorchZero(params, SGD, lr=0.1))
+                assert {id(param) for param in owned(optimizer)} == {id(param) for param in theirs}
+        # One frozen tensor that is added fills the gap, and what was placed stays where it is.
+        optimizer = ZeroRedundancyOptimizer(
+            [torch.rand(n, 1, requires_grad=True) for n in sizes[:-1]], SGD, shard=shard
+        )
+        before = {id(param) for param in owned(optimizer)}
         optimizer.add_param_group({"params": [torch.rand(3, 1)]})
-        assert owned(optimizer) == 24, f"{shard}: the frozen tensor fills the gap, on whichever ranks it is"
-        after = {id(param) for group in optimizer.optim.param_groups for param in group["params"]}
-        assert before <= after, "what was placed stays"
+        assert elements(optimizer) == 24, shard
+        assert before <= {id(param) for param in owned(optimizer)}
         assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 2
 
-        sizes = [100, 3, 5, 2, 6, 4]
-        params = [torch.rand(size, 1, requires_grad=size != 100) for size in sizes]
-        optimizer = ZeroRedundancyOptimizer(params, SGD, lr=0.1, shard=shard)
-        trainable = everyones(owned(optimizer, trainable=True), world)
-        assert sum(trainable) == 20
-        # Whole: largest first to the emptiest. Cut: as even as can be.
-        if shard == "tensor":
-            assert trainable == {2: [11, 9], 3: [6, 7, 7], 4: [6, 5, 4, 5]}[world]
-        else:
-            assert max(trainable) - min(trainable) <= 1
-        optimizer.add_param_group({"params": [torch.rand(3, 1)]})
-        assert len(optimizer.param_groups) == len(optimizer.optim.param_groups) == 2
-        assert sum(everyones(owned(optimizer), world)) == 123
 
-    # A frozen tensor lands on the emptiest rank.
-    params = [torch.rand(size, 1, requires_grad=True) for size in (7, 5, 4, 3)[:world]]
-    optimizer = ZeroRedundancyOptimizer(params, SGD, lr=0.1, shard="tensor")
-    assert owned(optimizer) == (7, 5, 4, 3)[rank]
-    optimizer.add_param_group({"params": [torch.rand(2, 1)]})
-    assert owned(optimizer) == (7, 5, 4, 3)[rank] + (2 if rank == world - 1 else 0)
+def test_sizes_9_7_5_3_per_rank_are_sharded_into_equal_sums_and_added_groups_keep_the_balance():
+    run_ranks(partition, 3)
 
 
-def everyones(value: int, world: int) -> list[int]:
-    boxes = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
-    dist.all_gather(boxes, torch.tensor([value]))
-    return [int(box) for box in boxes]
-
-
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_added_groups_keep_the_balance_and_a_frozen_tensor_lands_on_the_emptiest_rank(world):
-    run_ranks(added_groups, world)
-
-
-def groups_up_front_or_added(rank: int, world: int) -> None:
-    """Several groups given up front, added one by one, and the plain optimizer: the same weights."""
-    for views in (False, True):
-        settings = ({"lr": 0.1}, {"lr": 0.01, "weight_decay": 0.1}, {"lr": 0.2, "betas": (0.5, 0.7)})
-
-        def split(params: list) -> list[dict[str, Any]]:
-            parts = params[:1], params[1:3], params[3:]
-            return [{"params": part, **options} for part, options in zip(parts, settings, strict=True)]  # noqa: B023
-
-        up_front, added, theirs, other = parameters(), parameters(), parameters(), parameters()
-        first = ZeroRedundancyOptimizer(split(up_front), Adam, parameters_as_bucket_view=views)
-        first_group, *later_groups = split(added)
-        second = ZeroRedundancyOptimizer([first_group], Adam, parameters_as_bucket_view=views)
-        torchs = TorchZero(split(theirs), Adam, parameters_as_bucket_view=views)
-        oracle = Adam(split(other))
-        for group in later_groups:
-            second.add_param_group(group)
-        for params, optimizer in ((up_front, first), (added, second), (theirs, torchs), (other, oracle)):
-            train(optimizer, params, range(3))
-        for params in (up_front, added, theirs):
-            assert_same(values_of(params), values_of(other), f"views={views}")
-        for optimizer in (first, second):
-            optimizer.consolidate_state_dict(to=world - 1)
-            if rank == world - 1:
-                assert_same(optimizer.state_dict(), oracle.state_dict())
-
-
-@pytest.mark.parametrize("world", [2, 3])
-def test_groups_up_front_added_later_and_plain_give_the_same_weights(world):
-    run_ranks(groups_up_front_or_added, world)
+# --- what users and torch's tests touch -------------------------------------------------------------------------------
 
 
 def attributes(rank: int, world: int) -> None:
-    params = parameters()
-    ours, theirs = (zero(params, Adam, lr=0.1) for zero in (ZeroRedundancyOptimizer, TorchZero))
-    for name in ("rank", "world_size", "global_rank", "initialized", "parameters_as_bucket_view", "process_group"):
+    params, group = parameters(), dist.new_group([2, 0])
+    ours, theirs = (zero(params, AdamW, lr=0.5) for zero in (ZeroRedundancyOptimizer, TorchZero))
+    names = ("rank", "world_size", "global_rank", "initialized", "parameters_as_bucket_view", "process_group")
+    for name in (*names, "join_device", "join_process_group"):
         assert getattr(ours, name) == getattr(theirs, name), name
-    assert ours.process_group is dist.group.WORLD
-    assert type(ours.optim) is type(theirs.optim) is Adam
-    assert all(mine is his for mine, his in zip(ours._all_params, theirs._all_params, strict=True))
-    assert ours.join_device == theirs.join_device
-    assert ours.join_process_group == theirs.join_process_group
+    assert isinstance(ours, Optimizer)
+    assert isinstance(ours, Joinable)
+    assert type(ours.optim) is AdamW
+    assert all(mine is given for mine, given in zip(ours._all_params, params, strict=True))
     ours.anything = 1  # torch's join test sets an attribute of its own
-    positional = ZeroRedundancyOptimizer(params, Adam, None, True, False, lr=0.1)
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        ours.no_such_thing  # noqa: B018
+    positional = ZeroRedundancyOptimizer(params, SGD, None, True, False, lr=0.25)
     assert positional.parameters_as_bucket_view is True
+    assert positional.param_groups[0]["lr"] == 0.25
+    if rank != 1:
+        some = ZeroRedundancyOptimizer(params, SGD, group, lr=0.1)
+        assert (some.rank, some.global_rank, some.world_size) == (dist.get_rank(group), rank, 2)
+        assert some.process_group is group
 
 
-def test_the_attributes_that_users_of_torchs_class_read_are_there():
+def test_the_attributes_and_positional_arguments_of_torchs_class_are_there():
     run_ranks(attributes, 3)
+
+
+class RecordingSGD(SGD):
+    """Keeps what its step was called with, and adds an option to its groups."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.seen: list[Any] = []
+
+    def step(self, closure: Any = None, **options: Any) -> Any:
+        self.seen.append((closure, options))
+        super().step(closure if callable(closure) else None)
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        return "outcome"
+
+
+class ClosurelessSGD(SGD):
+    def step(self) -> Any:  # type: ignore[override]
+        return super().step()
+
+
+def handed_through(rank: int, world: int) -> None:
+    bag: list[int] = []
+    for shard in ("tensor", "element"):
+        for shapes in ([(7, 5), (5,), (11, 3)], [(1,)]):  # of the latter most ranks own nothing
+            params = parameters(shapes)
+            opt = ZeroRedundancyOptimizer(params, RecordingSGD, lr=0.1, shard=shard, bucket_cap_mb=200 / 2**20)
+            assert opt.step(0) == opt.step(kwarg=bag) == "outcome"
+            assert opt.optim.seen == [(0, {}), (None, {"kwarg": bag})], "a closure of 0 is not None"
+            opt.step(lambda: bag.append(1))
+            assert opt.param_groups[0]["count"] == 3, "on every rank"
+    assert bag == [1] * 4
+    twins = Twins(parameters, ClosurelessSGD, lr=0.1, momentum=0.9)
+    twins.step(3)
+    twins.check()
+
+
+def test_arguments_of_step_reach_the_local_step_and_what_it_writes_into_groups_is_seen_on_every_rank():
+    run_ranks(handed_through, 3)

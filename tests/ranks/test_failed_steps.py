@@ -1,33 +1,37 @@
-"""Steps that fail at different places on the ranks: all are told who failed and how, soon, and nothing goes on.
+"""Ranks that fail or leave: all are told who and how, soon, and nothing goes on as if it had not been.
 
 A rank whose local optimizer raises leaves the step. What of it the others have updated, it has not; so parameters and
-states do not fit together any more. Nobody may train, compare or collect them as if they did, and nobody may wait for
-long: here the process group waits for a minute, and all of it is over in a few seconds. Two cannot be ended early, and
-end with the process group's time-out: DDP's own reductions, and messages through sockets.
+states do not fit together any more, and nobody may train, compare or collect them as if they did.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch.nn import Parameter
 
-from shardstep.comm import host_channel
-from shardstep.params.all_gather import BucketAllGather
+from shardstep import ZeroRedundancyOptimizer, checkpoint
+from tests.differential.sides import rounded
 from tests.harness import run_ranks
-from tests.meshes import mesh_of
-from tests.ranks.test_masters import rounded
-from tests.ranks.test_masters_modes import connect
-from tests.surroundings import choose
-from tests.twins import values
+from tests.oracle import error_of, parameters, train
 
 LONG = 60  # seconds: the time-out of the process group
-SHORT = 3  # ... where that is what ends it
 SOON = 15
-STEPPING_HOOKS = ("hook", "scattering hook")
+AGAIN = "Start the processes again, from a checkpoint"
+BROKEN = "ArithmeticError: broken on purpose"
+MODES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "sharded, masters": {"shard_gradients": True, "master_weights": torch.float32},
+    "remainders": {"master_weights": "remainder"},
+    "views": {"parameters_as_bucket_view": True},
+    "lazy": {"lazy_gather": True},
+}
 
 
 class Fragile(torch.optim.AdamW):
@@ -35,220 +39,135 @@ class Fragile(torch.optim.AdamW):
 
     calls, fails_at, fails_late = 0, 0, False
 
-    def step(self, closure=None):
-        type(self).calls += 1
+    def step(self, closure: Any = None) -> None:
+        Fragile.calls += 1
         if self.calls == self.fails_at and not self.fails_late:
             raise ArithmeticError("broken on purpose")
         super().step(closure)
         if self.calls == self.fails_at:
             raise ArithmeticError("broken on purpose")
 
+    def train(self) -> None:
+        """As schedule-free optimizers have it."""
+
+    def eval(self) -> None:
+        pass
+
 
 class Program:
-    """Six buckets, of which every rank owns a part."""
+    """Six buckets, of which every rank owns a part. Gradients are the same on all ranks: nobody has to average them."""
 
-    def __init__(self, way, mode, **options):
-        torch.manual_seed(3)
-        self.model = nn.Sequential(*(nn.Linear(24, 24) for _ in range(6))).to(torch.bfloat16)
-        self.net, self.opt = connect(
-            way,
-            self.model,
-            self.model.named_parameters(),
-            Fragile,
-            ddp={"bucket_cap_mb": 0.002},
-            master_weights=mode,
-            bucket_cap_mb=1500 / 2**20,
-            **options,
-        )
-        assert len(self.opt.layout.buckets) == 6
+    def __init__(self, mode: str) -> None:
+        self.params = [Parameter(torch.full((24, 24), 1.0 + n / 8, dtype=torch.bfloat16)) for n in range(6)]
+        self.opt = ZeroRedundancyOptimizer(self.params, Fragile, bucket_cap_mb=1200 / 2**20, lr=0.1, **MODES[mode])
 
-    def iterate(self, step):
+    def iterate(self) -> None:
         self.opt.zero_grad()
-        batch = values((4, 24), 1000 * step + dist.get_rank(), torch.bfloat16)
-        self.net(batch).float().pow(2).mean().backward()
+        sum(param.float().square().sum() for param in self.params).backward()
         self.opt.step()
+        self.opt.wait_for_parameters()
 
-    def outcomes(self, calls):
-        """What each call ends with: its error, or nothing."""
-        found = {}
-        for name, call in calls.items():
-            try:
-                call()
-                found[name] = ""
-            except (ArithmeticError, RuntimeError) as error:
-                found[name] = f"{type(error).__name__}: {error}"
-        return found
+    def break_at(self, bucket: int, late: bool = False) -> None:
+        Fragile.fails_at, Fragile.fails_late = Fragile.calls + bucket if bucket else 0, late
 
 
-def _differently(rank, world, way, mode, places, late, options, transport="shared memory"):
-    """``places``: the call at which the optimizer of each rank raises; 0: at none."""
-    choose(transport)
-    host_channel._LOOK_AFTER = 0.1
-    program = Program(way, mode, **options)
-    saved = program.opt.state_dict()
-    program.iterate(0)
-    program.iterate(1)
-    Fragile.fails_at, Fragile.fails_late = Fragile.calls + places[rank] if places[rank] else 0, late
-    opt, param = program.opt, next(program.model.parameters())
+def outcome(call: Callable[[], Any]) -> str:
+    """What it ends with: its error, or nothing."""
+    try:
+        call()
+    except (ArithmeticError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def differently(rank: int, world: int, mode: str, places: tuple[int, ...], late: bool) -> tuple[list[str], float]:
+    """``places``: the bucket at which the optimizer of each rank raises; 0: at none."""
+    program = Program(mode)
+    opt, saved = program.opt, program.opt.state_dict()
+    program.iterate()
+    program.iterate()
+    program.break_at(places[rank], late)
     start = time.monotonic()
-    told = program.outcomes(
-        {
-            "iterate": lambda: program.iterate(2),
-            "check_replicas": opt.check_replicas,
-            "full_state": lambda: opt.full_state(param),
-            "consolidate_state_dict": opt.consolidate_state_dict,
-            "load_state_dict": lambda: opt.load_state_dict(saved),
-            "step": opt.step,
-            "zero_grad and iterate": lambda: program.iterate(3),
-        }
+    calls = (
+        program.iterate,
+        opt.check_replicas,
+        lambda: opt.full_state(program.params[0]),
+        opt.consolidate_state_dict,
+        lambda: opt.load_state_dict(saved),
+        program.iterate,
     )
-    return told, time.monotonic() - start
+    return [outcome(call) for call in calls], time.monotonic() - start
 
 
-COLLECTIVES = ("check_replicas", "full_state", "consolidate_state_dict", "load_state_dict")
-
-
-def check_told(way, places, results):
-    first = min(range(len(places)), key=lambda rank: places[rank] or 100)
-    for rank, (told, seconds) in enumerate(results):
-        assert seconds < SOON, told
-        assert "ArithmeticError: broken on purpose" in told["iterate"], told
-        if not places[rank]:
-            assert f"rank {first} failed" in told["iterate"], told
-        for name in COLLECTIVES:
-            assert "Start the processes again, from a checkpoint" in told[name], (rank, name, told)
-            assert f"rank {first} failed before, in step: ArithmeticError: broken on purpose" in told[name], told
-        if way in STEPPING_HOOKS:  # the step was made in backward, and after an error in its hook DDP goes no further
-            assert told["zero_grad and iterate"]
-        else:
-            assert "Start the processes again, from a checkpoint" in told["step"], told
-            assert "Start the processes again, from a checkpoint" in told["zero_grad and iterate"], told
-
-
-OTHERS = ("under ddp", "hook", "scattering hook")
-
-
-@pytest.mark.parametrize("mode", [None, torch.float32])
-@pytest.mark.parametrize("way", ["ddp", "sharded", *(pytest.param(way, marks=pytest.mark.extended) for way in OTHERS)])
-def test_ranks_that_raise_at_different_buckets_are_all_told_and_nothing_goes_on(way, mode):
-    for places, late in (((2, 5), False), ((4, 0, 2), True)):
-        results = run_ranks(_differently, len(places), way, mode, places, late, {}, pg_timeout=LONG, fresh=True)
-        check_told(way, places, results)
-
-
-@pytest.mark.extended
 @pytest.mark.parametrize(
-    ("way", "transport"),
-    [("interleaved", "shared memory"), ("scattering interleaved", "shared memory"), ("sharded", "sockets")],
+    ("mode", "places", "late"),
+    [
+        ("default", (4, 0, 2), True),
+        ("sharded, masters", (2, 5), False),
+        *(pytest.param(mode, (2, 5, 0), False, marks=pytest.mark.long) for mode in ("remainders", "views", "lazy")),
+    ],
 )
-def test_what_cannot_be_ended_early_ends_with_the_time_out_on_all_ranks(way, transport):
-    for told, seconds in run_ranks(
-        _differently, 3, way, "remainder", (2, 5, 0), False, {}, transport, pg_timeout=SHORT, fresh=True
-    ):
+def test_ranks_that_raise_at_different_buckets_are_all_told_and_nothing_goes_on(mode, places, late):
+    first = min(range(len(places)), key=lambda rank: places[rank] or 100)
+    for told, seconds in run_ranks(differently, len(places), mode, places, late, pg_timeout=LONG, fresh=True):
         assert seconds < SOON, told
-        assert told["iterate"]
-        assert all(told[name] for name in COLLECTIVES), told
-        assert told["zero_grad and iterate"], told
+        assert BROKEN in told[0], told
+        for text in told[1:]:
+            assert AGAIN in text, told
+            assert f"rank {first} failed before, in step: {BROKEN}" in text, told
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("options", [{"lazy_gather": True}, {"parameters_as_bucket_view": True}], ids=str)
-def test_ranks_that_raise_at_different_buckets_with_lazy_gathers_and_bucket_views(options):
-    for way in ("ddp", "sharded"):
-        places = (2, 5, 0)
-        results = run_ranks(_differently, 3, way, "remainder", places, False, options, pg_timeout=LONG, fresh=True)
-        check_told(way, places, results)
-
-
-def _unsendable(rank, world, way):
-    """On one rank a bucket cannot be sent: there is no memory to pack it, say."""
-    host_channel._LOOK_AFTER = 0.1
-    program = Program(way, None)
-    program.iterate(0)
-    start_gather = BucketAllGather.start
-
-    def start(gather):
-        BucketAllGather.calls -= 1
-        if rank == 1 and BucketAllGather.calls == 0:
-            raise RuntimeError("broken on purpose")
-        return start_gather(gather)
-
-    BucketAllGather.calls, BucketAllGather.start = 3, start
-    begin = time.monotonic()
-    told = program.outcomes({"iterate": lambda: program.iterate(1), "check_replicas": program.opt.check_replicas})
-    seconds, store = time.monotonic() - begin, dist.distributed_c10d._get_default_store()
-    store.set(f"told {rank}", "")
-    store.wait([f"told {other}" for other in range(world)])  # nobody hears of it by a connection that is closed
-    return told, seconds
-
-
-@pytest.mark.parametrize("way", ["ddp", "sharded"])
-def test_a_bucket_that_a_rank_cannot_send_is_told_to_those_who_wait_for_it(way):
-    for told, seconds in run_ranks(_unsendable, 3, way, pg_timeout=LONG, fresh=True):
-        assert seconds < SOON, told
-        assert "broken on purpose" in told["iterate"], told
-        assert "Start the processes again, from a checkpoint" in told["check_replicas"], told
-
-
-def _alike(rank, world, way, mode, late):
+def alike(rank: int, world: int) -> None:
     """All ranks raise at the same bucket: the next step goes on, and ends with the same parameters everywhere."""
-    program = Program(way, mode)
-    program.iterate(0)
-    Fragile.fails_at, Fragile.fails_late = Fragile.calls + 3, late
-    opt, param = program.opt, next(program.model.parameters())
-    told = program.outcomes({"iterate": lambda: program.iterate(1)})
-    assert "broken on purpose" in told["iterate"]
-    if not late:  # else the bucket was updated by its owners, and not sent
-        opt.check_replicas()
-    steps = opt.full_state(param)["step"]
-    program.iterate(2)
-    opt.check_replicas()
-    assert opt.full_state(param)["step"] == steps + 1
-    for place, one in enumerate(program.model.parameters() if mode is not None else ()):
-        assert torch.equal(one.detach(), rounded(opt.full_state(one)["master_weight"], torch.bfloat16)), place
+    for mode in MODES:
+        for late in (False, True):
+            program = Program(mode)
+            opt, param = program.opt, program.params[0]
+            program.iterate()
+            program.break_at(3, late)
+            assert BROKEN in outcome(program.iterate), mode
+            if not late:  # else the bucket was updated by its owners, and not sent
+                opt.check_replicas()
+            steps = opt.full_state(param)["step"]
+            program.iterate()
+            opt.check_replicas()
+            assert opt.full_state(param)["step"] == steps + 1
+            for one in program.params if MODES[mode].get("master_weights") else ():
+                assert torch.equal(one.detach(), rounded(opt.full_state(one)["master_weight"], torch.bfloat16)), mode
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("mode", [None, torch.float32, "remainder"])
-@pytest.mark.parametrize("way", ["ddp", "sharded", "under ddp"])
-def test_after_ranks_raised_at_the_same_bucket_training_goes_on_in_every_mode(way, mode, late):
-    run_ranks(_alike, 3, way, mode, late, pg_timeout=20)
+def test_after_ranks_raised_at_the_same_bucket_training_goes_on_in_every_mode():
+    run_ranks(alike, 3, pg_timeout=20)
 
 
-def _in_one_replica(rank, world):
-    """Of a mesh (2, 2) the first shard group fails, at different buckets."""
-    return _differently(rank, world, "ddp", torch.float32, (2, 5, 0, 0), False, {"process_group": mesh_of((2, 2))})
+def switched(rank: int, world: int, folder: Path) -> None:
+    program = Program("default")
+    program.iterate()
+    program.break_at(3)
+    error_of(program.iterate)
+    program.opt.eval()
+    text = str(error_of(lambda: checkpoint.save(folder / "c", program.opt)))
+    assert "expects an optimizer whose last step was completed" in text
+    program.opt.train()
+    program.iterate()
+    checkpoint.save(folder / "c", program.opt)
 
 
-def test_a_shard_group_that_fails_is_told_at_once_and_the_other_replica_at_its_next_collective():
-    results = run_ranks(_in_one_replica, 4, pg_timeout=LONG, fresh=True)
-    for rank, (told, seconds) in enumerate(results):
-        assert seconds < SOON, told
-        assert bool(told["iterate"]) == (rank < 2), told
-        for name in COLLECTIVES:
-            assert "did not call it" in told[name] or "Start the processes again" in told[name], (rank, name, told)
-            assert "ArithmeticError: broken on purpose" in told[name], (rank, name, told)
+def test_train_and_eval_complete_no_step_that_failed_before(tmp_path):
+    run_ranks(switched, 2, tmp_path)
 
 
-def _out_of_memory(rank, world, mode):
-    """One rank has no memory for the masters of its first step."""
-    host_channel._LOOK_AFTER = 0.1
-    program = Program("ddp", mode)
-
-    def allocate(*arguments):
-        raise ArithmeticError("broken on purpose")
-
+def leaves(rank: int, world: int) -> float:
+    params = parameters()
+    optimizer = ZeroRedundancyOptimizer(params, torch.optim.Adam, lr=0.1)
+    train(optimizer, params, range(2))
+    dist.barrier()
     if rank == 1:
-        program.opt.engine.sharded.masters._place = allocate
+        return 0.0
     start = time.monotonic()
-    told = program.outcomes({"iterate": lambda: program.iterate(0)})
-    return told["iterate"], time.monotonic() - start
+    assert "the parameters could not be gathered" in str(error_of(lambda: train(optimizer, params, range(1))))
+    return time.monotonic() - start
 
 
-@pytest.mark.parametrize("mode", [torch.float32, "stochastic"])
-def test_a_rank_without_memory_for_masters_is_told_to_all(mode):
-    for rank, (told, seconds) in enumerate(run_ranks(_out_of_memory, 3, mode, pg_timeout=LONG, fresh=True)):
-        assert "broken on purpose" in told, told
-        assert rank == 1 or "rank 1 failed" in told, told
-        assert seconds < SOON
+def test_a_rank_that_leaves_without_a_word_makes_the_others_raise_at_once():
+    assert max(run_ranks(leaves, 3, pg_timeout=LONG, fresh=True)) < SOON

@@ -1,176 +1,183 @@
-"""Shared memory and sockets carry the same bits, in any order of arrival, and all ranks choose the same one."""
+"""How ranks talk: the same bits through shared memory and sockets, on one host and on several, and no pickles.
+
+Several hosts are pretended: a process says that it sees another ``/dev/shm``, so it shares no memory with the others.
+Everything else is real. (Hosts with a network between them: ``tests/hosts``.)
+"""
 
 from __future__ import annotations
 
+import logging
 import os
-import random
-import time
+import pickle
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.optim import SGD, Adam, AdamW
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.comm.topology import find_topology
 from tests.harness import run_ranks
-from tests.surroundings import choose
+from tests.oracle import error_of
+from tests.oracle import parameters as few
+from tests.oracle import train as train_few
+from tests.surroundings import choose, full_disk
 from tests.twins import Twins, parameters
 
-# Small, cut, larger than a message is packed for (64 KiB), and one larger than a bucket.
-SHAPES = [(7, 5), (130, 90), (5,), (33, 3), (11,), (40, 41), (257,), (19, 23), (3,), (61, 7)]
-CAP_MB = 0.02  # a dozen buckets, so that every slot of the ring is used again within a step
+SHAPES = [(7, 5), (130, 90), (5,), (33, 3), (257,), (300, 100)]  # the last is larger than a slot
+SMALL = 20 / 1024  # MiB
 
 
-def uses_shared_memory(optimizer: ZeroRedundancyOptimizer) -> bool:
-    return optimizer.engine.sharded._ring is not None
-
-
-def _train(rank, world_size, transport):
-    choose(transport)
-    delays = random.Random(rank)
-    for shard in ("element", "tensor"):
-        for views in (False, True):
-            twins = Twins(
-                lambda: parameters(SHAPES),
-                torch.optim.AdamW,
-                name=f"{transport} {shard} {views=}",
-                sharded={"shard": shard, "parameters_as_bucket_view": views, "bucket_cap_mb": CAP_MB},
-                lr=0.01,
-            )
-            assert uses_shared_memory(twins.opt) == (transport == "shared memory" and world_size > 1)
-            update = twins.opt.engine.local.bucket
-
-            def late(*args, update=update):
-                time.sleep(delays.choice([0, 0, 0.001, 0.004]))
-                update(*args)
-
-            twins.opt.engine.local.bucket = late
-            for _ in range(6):
-                twins.step()
-                twins.check_weights()
-            twins.opt.add_param_group({"params": [added := parameters([(9, 9)])[0]]})  # a new bucket: the ring may grow
-            twins.ours.append(added)
-            twins.theirs.append(parameters([(9, 9)])[0])
-            twins.plain.add_param_group({"params": [twins.theirs[-1]]})
-            twins.step(3)
-            twins.check()
-
-
-@pytest.mark.parametrize("transport", ["shared memory", "sockets"])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_ranks_that_run_at_different_speeds_end_with_the_bits_of_the_plain_optimizer(world_size, transport):
-    run_ranks(_train, world_size, transport)
-
-
-def _decide(rank, world_size, unwilling):
-    if rank == unwilling:
+def decide(rank: int, world: int, reason: str) -> None:
+    if reason == "told not to" and rank == 2:
         os.environ["SHARDSTEP_SHARED_MEMORY"] = "0"
-    twins = Twins(lambda: parameters(SHAPES), torch.optim.AdamW)
+    with full_disk(reason == "no room" and rank == 0):
+        twins = Twins(lambda: parameters(SHAPES), AdamW)
     twins.step(3)
     twins.check()
     dist.barrier()
-    return uses_shared_memory(twins.opt), [name for name in os.listdir("/dev/shm") if name.startswith("shardstep")]
+    # Memory is mapped, and deleted: nothing is left when a process is killed.
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "/shardstep-" in line]
+    assert bool(mapped) == (reason == "none")
+    assert all(line.endswith("(deleted)") for line in mapped)
 
 
-@pytest.mark.parametrize("unwilling", [None, 0, 2])
-def test_one_rank_without_shared_memory_means_sockets_for_all(unwilling):
-    answers = run_ranks(_decide, 3, unwilling)
-    assert [shared for shared, _ in answers] == [unwilling is None] * 3
+@pytest.mark.parametrize("reason", ["none", "told not to", "no room"])
+def test_one_rank_without_shared_memory_means_sockets_for_all_and_no_name_is_left(reason):
+    run_ranks(decide, 3, reason)
 
 
-def _names(rank, world_size):
-    made = [ZeroRedundancyOptimizer(parameters(SHAPES), torch.optim.AdamW) for _ in range(2)]
-    dist.barrier()
-    # The memory is mapped, and deleted: nothing is left when a process is killed.
-    maps = Path("/proc/self/maps").read_text()
-    return [uses_shared_memory(optimizer) for optimizer in made], maps.count("shardstep-"), maps.count("(deleted)")
+# --- several hosts ----------------------------------------------------------------------------------------------------
 
 
-def test_shared_memory_leaves_no_name_behind():
-    for shared, mapped, deleted in run_ranks(_names, 2):
-        assert shared == [True, True]
-        assert mapped >= 2
-        assert deleted >= mapped
+def settle_on(host: int) -> Any:
+    real = os.stat
+
+    def stat(path: Any, *args: Any, **options: Any) -> os.stat_result:
+        found = real(path, *args, **options)
+        return os.stat_result((found.st_mode, found.st_ino + host, *found[2:])) if path == "/dev/shm" else found
+
+    return patch.object(os, "stat", stat)
 
 
-def _full(rank, world_size):
-    from shardstep.comm import process_group, shared_memory
+def by_hosts(parts: list[Tensor], hosts: tuple[int, ...]) -> Tensor:
+    """The mean in the promised order: the ranks of a host, then hosts by their lowest rank. Halves in float32."""
+    wide = torch.float32 if parts[0].dtype.itemsize == 2 else parts[0].dtype
+    sums: dict[int, Tensor] = {}
+    for part, host in zip(parts, hosts, strict=True):
+        sums[host] = sums[host] + part.to(wide) if host in sums else part.to(wide)
+    first, *others = sums.values()
+    for other in others:
+        first = first + other
+    return (first / len(hosts)).to(parts[0].dtype)
 
-    group = process_group.open_group(None)
-    there_is = os.statvfs("/dev/shm")
-    too_much = there_is.f_bavail * there_is.f_frsize  # twice of it would be needed
-    return shared_memory.open_ring(group, find_topology(group), 1, too_much) is None
+
+def between_hosts(rank: int, world: int, hosts: tuple[int, ...], way: str) -> None:
+    choose(way)
+    with settle_on(hosts[rank]):
+        for options in ({"shard": "element"}, {"shard": "tensor"}, {"lazy_gather": True}):
+            twins = Twins(lambda: parameters(SHAPES), AdamW, sharded={"bucket_cap_mb": SMALL, **options}, lr=0.01)
+            twins.step(4)
+            twins.check()
+        for dtype in (torch.float64, torch.bfloat16):
+            drawn = [[torch.randn(shape).to(dtype) for shape in SHAPES] for _ in range(world)]  # alike on all ranks
+            expected = [by_hosts(list(of_ranks), hosts) for of_ranks in zip(*drawn, strict=True)]
+            params = [torch.zeros(shape, dtype=dtype, requires_grad=True) for shape in SHAPES]
+            opt = ZeroRedundancyOptimizer(params, SGD, lr=1.0, shard_gradients=True, bucket_cap_mb=SMALL)
+            sum((param * one).sum() for param, one in zip(params, drawn[rank], strict=True)).backward()
+            opt.step()
+            assert all(torch.equal(param, -mean) for param, mean in zip(params, expected, strict=True)), dtype
 
 
-def test_a_full_memory_file_system_means_sockets_not_a_crash():
-    assert run_ranks(_full, 2) == [True, True]
+@pytest.mark.parametrize("hosts", [(0, 1, 0, 1), (1, 0, 0)], ids=str)
+@pytest.mark.parametrize("way", ["shared memory", "sockets"])
+def test_between_hosts_parameters_are_gathered_and_gradients_added_up_host_by_host(hosts, way):
+    run_ranks(between_hosts, len(hosts), hosts, way)
 
 
-def _killed(rank, world_size):
-    twins = Twins(lambda: parameters(SHAPES), torch.optim.AdamW)
+def skipped(rank: int, world: int, hosts: tuple[int, ...]) -> None:
+    """A rank raises in the middle of backward, the others leave theirs, and all skip the batch."""
+    with settle_on(hosts[rank]):
+        params = [torch.zeros(shape, dtype=torch.float64, requires_grad=True) for shape in SHAPES]
+        opt = ZeroRedundancyOptimizer(params, SGD, lr=1.0, shard_gradients=True, bucket_cap_mb=SMALL)
+        fails = False
+
+        def maybe_fail(gradient: Tensor) -> None:
+            if fails:
+                raise ValueError("here")
+
+        params[3].register_hook(maybe_fail)
+        for step in range(3):
+            opt.zero_grad()
+            fails, failed = step == 1 and rank == 1, torch.zeros(1)
+            try:
+                sum((param * (rank + 1)).sum() for param in params).backward()
+            except ValueError:
+                failed += 1
+            dist.all_reduce(failed)
+            if not failed:
+                opt.step()
+    assert all(torch.equal(param, torch.full_like(param, -(world + 1.0))) for param in params)
+
+
+@pytest.mark.long
+def test_a_batch_that_fails_on_one_host_is_skipped_on_all():
+    run_ranks(skipped, 2, (0, 1), pg_timeout=20)
+
+
+# --- what is sent, and what is said about it --------------------------------------------------------------------------
+
+UNPICKLES = {
+    dist: ("broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list", "recv_object_list"),
+    dist.distributed_c10d: ("_tensor_to_object",),
+    pickle: ("load", "loads"),
+    torch: ("load",),
+}
+
+
+def unpickling(rank: int, world: int) -> None:
+    def forbidden(*args: Any, **options: Any) -> Any:
+        raise AssertionError("something from another rank is unpickled")
+
+    for module, names in UNPICKLES.items():
+        for name in names:
+            setattr(module, name, forbidden)
+    params = few()
+    optimizer = ZeroRedundancyOptimizer(params[:4], Adam, lr=0.1)
+    train_few(optimizer, params, range(1))
+    optimizer.add_param_group({"params": params[4:]})
+    optimizer.consolidate_state_dict(to=world - 1)
+    optimizer.full_state(params[0])
+    optimizer.check_replicas()
+    oracle = Adam(few(), lr=0.1)
+    train_few(oracle, oracle.param_groups[0]["params"], range(1))
+    ZeroRedundancyOptimizer(params, Adam, lr=0.1).load_state_dict(oracle.state_dict())
+    assert "lr is" in str(error_of(lambda: ZeroRedundancyOptimizer(params, Adam, lr=0.1 + rank)))
+
+
+def test_nothing_from_another_rank_is_unpickled():
+    run_ranks(unpickling, 3, fresh=True)
+
+
+def logged(rank: int, world: int) -> list[str]:
+    texts: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("shardstep").addHandler(handler)
+    logging.getLogger("shardstep").setLevel(logging.INFO)
+    Twins(few, Adam)
+    assert not texts
+    os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
+    dist.set_debug_level_from_env()
+    twins = Twins(few, Adam, sharded={"process_group": dist.new_group()})  # at DETAIL torch wraps its process groups
     twins.step(2)
-    dist.barrier()
-    if rank == 1:
-        twins.opt.step = lambda: None  # leaves without a word
-        return "left"
-    twins.set_gradients()
-    with pytest.raises(RuntimeError, match="step: the parameters could not be gathered"):
-        twins.opt.step()
-    return "told"
+    twins.check()
+    return texts
 
 
-def test_a_rank_that_leaves_makes_the_others_raise():
-    assert run_ranks(_killed, 3, pg_timeout=5, fresh=True) == ["told", "left", "told"]
-
-
-def _reduce_with_many_in_flight(rank, world_size, transport):
-    """Eight buckets, then two more. Oracle: the plain optimizer with the mean of all ranks' gradients."""
-    choose(transport)
-    shapes = [(300,)] * 8
-    for in_flight in (1, 4, 5, 8, 1000):
-        ours, theirs = parameters(shapes), parameters(shapes)
-        plain = torch.optim.SGD(theirs, lr=0.1)
-        options = {"bucket_cap_mb": 2400 / 2**20, "shard_gradients": True, "gradient_buckets_in_flight": in_flight}
-        sharded = ZeroRedundancyOptimizer(ours, torch.optim.SGD, lr=0.1, **options)
-        for step in range(6):
-            if step == 3:
-                for params, optimizer in ((ours, sharded), (theirs, plain)):
-                    params.extend(added := parameters([(300,)] * 2))
-                    optimizer.add_param_group({"params": added})
-            sharded.zero_grad()
-            sum((param * (rank + step + i)).sum() for i, param in enumerate(ours)).backward()
-            for i, param in enumerate(theirs):
-                mean = sum(other + step + i for other in range(world_size)) / world_size
-                param.grad = torch.full_like(param, mean)
-            for optimizer in (sharded, plain):
-                optimizer.step()
-            assert all(map(torch.equal, ours, theirs)), (in_flight, step)
-        assert len(sharded.layout.buckets) == 10
-        ring = sharded.engine.source._reducer._transports._ring
-        assert (ring is not None) == (transport == "shared memory")
-        assert ring is None or ring.in_flight == min(in_flight, 10)  # and not as much memory as for a thousand
-
-
-@pytest.mark.parametrize("transport", ["shared memory", "sockets"])
-def test_any_number_of_gradient_buckets_may_be_in_flight(transport):
-    run_ranks(_reduce_with_many_in_flight, 2, transport)
-
-
-def _take_too_many(rank, world_size):
-    from shardstep.comm import process_group, shared_memory
-
-    group = process_group.open_group(None)
-    ring = shared_memory.open_ring(group, find_topology(group), 2, 100)
-    assert not ring.is_full
-    ring.take(), ring.take()
-    assert ring.is_full
-    with pytest.raises(RuntimeError, match="expects at most 2 collectives in flight"):
-        ring.take()
-    ring.release()
-    ring.take()
-
-
-def test_a_full_ring_gives_out_no_slot_whatever_its_owner_believes():
-    """An error, not an assert: ``python -O`` leaves those out."""
-    run_ranks(_take_too_many, 2)
+def test_with_torch_distributed_debug_construction_logs_the_layout_and_training_is_the_same():
+    for rank, (text,) in enumerate(run_ranks(logged, 3, fresh=True)):
+        assert all(part in text for part in (f"rank {rank} of 3", "161 elements", "buckets", "bytes")), text
