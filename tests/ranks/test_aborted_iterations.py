@@ -21,7 +21,6 @@ from shardstep.grads import scheduler
 from tests.beside import SMALL, WAYS, Beside, Side, batch
 from tests.differential.models import Expected, Fault
 from tests.harness import run_ranks
-from tests.oracle import error_of
 from tests.surroundings import choose
 
 LIMITS = {"timeout": 90, "pg_timeout": 15}
@@ -156,22 +155,3 @@ def be_late(rank: int, world: int, transport: str, way: str) -> None:
 @pytest.mark.parametrize("transport", ["shared memory", "sockets"])
 def test_a_rank_that_is_late_is_waited_for_by_the_step(transport: str, way: str) -> None:
     run_ranks(be_late, 2, transport, way, **LIMITS)
-
-
-def zero_once_more(rank: int, world: int) -> None:
-    side = Beside(Net).ours
-
-    def iterate(number: int) -> None:
-        side.optimizer.zero_grad()
-        backward(side, number)
-        side.optimizer.step()
-
-    iterate(0)
-    if rank == 0:  # has looked at a validation loss, say
-        side.optimizer.zero_grad()
-    assert "zero_grad" in str(error_of(lambda: iterate(1)))
-
-
-def test_one_more_zero_grad_on_one_rank_is_told_on_every_rank() -> None:
-    """To an optimizer that counts iterations by zero_grad it looks like a forward that failed: batches must not mix."""
-    run_ranks(zero_once_more, 2, **LIMITS)

@@ -1,4 +1,4 @@
-"""Uneven inputs, and buffers: what ``Uneven`` of tests/differential does not do in the context. Oracle: DDP in its own Join.
+"""Uneven inputs, and buffers: what the programs of tests/differential do not do. Oracle: DDP in its own Join.
 
 SGD without momentum: the plain optimizers of ranks that ran out stand still, and have no state to differ in. (The state
 of ours is compared by ``Uneven``.)

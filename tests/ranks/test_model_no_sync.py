@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import io
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
@@ -24,31 +23,22 @@ def sharded(module: nn.Module) -> ZeroRedundancyOptimizer:
     return ZeroRedundancyOptimizer(module.parameters(), SGD, shard_gradients=True, lr=0.1)
 
 
-def loop(model: Any, *optimizers: Any) -> None:
-    """As written for DDP: it knows nothing of shardstep."""
-    for step in range(3):
-        for optimizer in optimizers:
-            optimizer.zero_grad()
-        for micro in range(3):
-            with model.no_sync() if micro < 2 else nullcontext():
-                model(batch(3 * step + micro)).square().mean().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-
-
 def accumulate(rank: int, world: int) -> None:
     theirs = Beside().theirs
-    loop(theirs.called, theirs.optimizer)
     model = mlp()
     optimizers = [sharded(model[0]), sharded(model[2])]
     add_no_sync(model, *optimizers)
     add_no_sync(model, *optimizers)  # again is no mistake
-    loop(model, *optimizers)
+    for called, steppers in ((model, optimizers), (theirs.called, [theirs.optimizer])):
+        for number in range(9):
+            last = number % 3 == 2
+            with nullcontext() if last else called.no_sync():
+                called(batch(number)).square().mean().backward()
+            assert called is not model or isinstance(model[0].weight.grad, ShardedGradient) == last
+            for stepper in steppers if last else ():
+                stepper.step()
+                stepper.zero_grad()
     assert_close(list(model.parameters()), theirs.params, "weights")
-    model.zero_grad()
-    with model.no_sync():
-        model(batch(0)).sum().backward()
-        assert not any(isinstance(param.grad, ShardedGradient) for param in model.parameters()), "nothing is reduced"
     file = io.BytesIO()
     torch.save(model, file)
     assert b"shardstep" not in file.getvalue()
@@ -57,7 +47,6 @@ def accumulate(rank: int, world: int) -> None:
         with other.no_sync():  # which does nothing to the optimizers
             model(batch(0)).sum().backward()
         assert isinstance(model[0].weight.grad, ShardedGradient)
-        model.zero_grad()
 
 
 def test_a_loop_written_for_ddp_accumulates_as_under_ddp_and_copies_of_the_model_have_nothing_of_ours() -> None:
@@ -69,7 +58,7 @@ def accelerates_accumulate(rank: int, world: int) -> None:
 
     as_under_torchrun(rank, world)
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    both = Beside()
+    theirs = Beside().theirs
     model = accelerator.prepare_model(mlp(), evaluation_mode=True)
     optimizer = accelerator.prepare(sharded(model))
     add_no_sync(model, optimizer)
@@ -79,11 +68,11 @@ def accelerates_accumulate(rank: int, world: int) -> None:
             assert isinstance(model[0].weight.grad, ShardedGradient) == bool(step % 2)
             optimizer.step()
             optimizer.zero_grad()
-        (both.theirs.loss(step) / 2).backward()
+        (theirs.loss(step) / 2).backward()
         if step % 2:
-            both.theirs.optimizer.step()
-            both.theirs.optimizer.zero_grad()
-    assert_close(list(model.parameters()), both.theirs.params, "weights")
+            theirs.optimizer.step()
+            theirs.optimizer.zero_grad()
+    assert_close(list(model.parameters()), theirs.params, "weights")
 
 
 def test_accelerates_accumulate_finds_it_on_the_model_and_sends_nothing_in_between() -> None:
