@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
-from shardstep import ZeroRedundancyOptimizer
+from shardstep import ShardedGradient, ZeroRedundancyOptimizer
 from tests.beside import SMALL, Beside, assert_close, batch
 from tests.differential.cases import run
 from tests.differential.configurations import Configuration
@@ -188,7 +188,7 @@ def test_parameters_and_added_ones_become_those_of_rank_0_unless_told_not_to() -
     run_ranks(start_apart, 2, **LIMITS)
 
 
-# --- several optimizers ---------------------------------------------------------------------------
+# --- several optimizers -------------------------------------------------------------------------------------------
 
 
 def two_optimizers(rank: int, world: int) -> None:
@@ -252,8 +252,6 @@ def no_sync_only(rank: int, world: int) -> None:
     for step in range(3):
         ours.optimizer.zero_grad()
         theirs.optimizer.zero_grad()
-        with pytest.raises(KeyError), ours.no_sync(), ours.no_sync():
-            raise KeyError  # which ends both
         with ours.no_sync():
             with ours.no_sync():
                 ours.backward(2 * step)
@@ -268,6 +266,11 @@ def no_sync_only(rank: int, world: int) -> None:
         for side in both:
             side.optimizer.step()
         both.check(step)
+    with pytest.raises(KeyError), ours.no_sync(), ours.no_sync():
+        raise KeyError  # which ends both
+    ours.optimizer.zero_grad()
+    ours.backward(9)
+    assert all(isinstance(param.grad, ShardedGradient) for param in ours.params)
 
 
 def test_a_step_after_nothing_but_no_sync_uses_the_mean_of_all_ranks() -> None:
