@@ -59,6 +59,7 @@ def backward(side: Side, number: int, place: str = "", what: str = "backward") -
         side.called(batch(number, 4, 6), place, what).square().mean().backward()
     except Expected:
         return False
+    assert place in ("", "after") or what == "late", f"{place} was not reached: this shows nothing"
     return place != "after"
 
 
