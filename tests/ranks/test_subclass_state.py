@@ -131,34 +131,25 @@ def test_the_name_in_a_file_only_chooses_among_the_classes_that_the_live_optimiz
         tensor_subclasses.closed(parts, {tensor_subclasses.name_of(EightBits): EightBits}.get, "parameter 0")
 
 
-# --- torchao ----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.extra
-def test_a_file_of_torchao_is_converted_with_its_module_imported_and_refused_without(tmp_path):
-    """In processes of their own: the class is known only where it was imported. Its size of a block no group tells."""
-    pytest.importorskip("torchao")
-    kind, shape = optimizer_class("AdamW8bit"), [(129, 32)]  # 4128 elements: whole blocks of 32, not of 256
-    params = parameters(shape, torch.float32)
-    plain = kind(params, lr=0.01, block_size=32)
+@pytest.mark.long
+def test_a_file_is_converted_with_the_module_of_its_class_imported_and_refused_without(tmp_path):
+    """In processes of their own: the class is known only where it was imported."""
+    params = parameters(SHAPES, torch.float32)
+    plain = Packed(params)
     train(plain, params, range(2))
     torch.save(plain.state_dict(), tmp_path / "file")
 
     def convert(*more):
-        command = [sys.executable, "-m", "shardstep.tools.cli", "convert", tmp_path / "file", tmp_path / "ao", *more]
+        command = [sys.executable, "-m", "shardstep.tools.cli", "convert", tmp_path / "file", tmp_path / "saved", *more]
         return subprocess.run(command, capture_output=True, text=True)
 
     done = convert()
     assert done.returncode == 1
-    assert "OptimState8bit" in done.stderr
-    assert "--import torchao.optim" in done.stderr
+    assert "EightBits" in done.stderr
+    assert "If you trust that package, pass --import tests.differential" in done.stderr
     assert convert("--import", "no.such.module").returncode == 2
-    done = convert("--import", "torchao.optim")
+    done = convert("--import", "tests.differential.eight_bits")
     assert done.returncode == 0, done.stderr
-    checkpoint.save(tmp_path / "saved", plain)
-    for place in ("ao", "saved"):
-        fresh = kind(parameters(shape, torch.float32), lr=0.01, block_size=32)
-        checkpoint.load(tmp_path / place, fresh)
-        assert_same(plain_tensors(fresh.state_dict()["state"]), plain_tensors(plain.state_dict()["state"]), place)
-    with pytest.raises(ValueError, match="OptimState8bit"):
-        checkpoint.load(tmp_path / "saved", torch.optim.AdamW(parameters(shape, torch.float32)))
+    fresh = Packed(parameters(SHAPES, torch.float32))
+    checkpoint.load(tmp_path / "saved", fresh)
+    assert_same(plain_tensors(fresh.state_dict()["state"]), plain_tensors(plain.state_dict()["state"]), "converted")
