@@ -245,47 +245,7 @@ def test_masters_of_replicated_dtensors():
     run_ranks(_replicated, 3)
 
 
-# --- groups of several modes ------------------------------------------------------------------------------------------
-
-
-def _mixed(rank, world, shard):
-    dtypes = [torch.bfloat16, torch.float32, torch.float16, torch.float64, torch.bfloat16]
-    ours = [Parameter(values((9, 5 + i), i, dtype)) for i, dtype in enumerate(dtypes)]
-    wide = [torch.float32 if param.dtype.itemsize == 2 else param.dtype for param in ours]
-    theirs = [Parameter(param.detach().to(dtype)) for param, dtype in zip(ours, wide, strict=True)]
-    groups = [{"params": ours[:2], "master_weights": "remainder"}, {"params": ours[2:]}]
-    opt = ZeroRedundancyOptimizer(
-        groups, AdamW, lr=0.01, shard=shard, bucket_cap_mb=SMALL, master_weights=torch.float32
-    )
-    plain = AdamW(theirs, lr=0.01)
-    for step in range(6):
-        if step == 2:
-            for mode in ("remainder", "stochastic", None):
-                ours.append(Parameter(values((13, 3), 55, torch.bfloat16)))
-                theirs.append(Parameter(ours[-1].detach().float() if mode else ours[-1].detach().clone()))
-                opt.add_param_group({"params": ours[-1:], "master_weights": mode})
-                plain.add_param_group({"params": theirs[-1:]})
-        for i, (mine, copy) in enumerate(zip(ours, theirs, strict=True)):
-            mine.grad = values(mine.shape, 100 * step + i, mine.dtype)
-            copy.grad = mine.grad.to(copy.dtype, copy=True)
-        opt.step()
-        plain.step()
-    states = [opt.full_state(param) for param in ours]
-    for i in (0, 2, 4, 5):
-        assert torch.equal(states[i]["master_weight"], theirs[i].detach()), i
-        assert torch.equal(ours[i].detach(), rounded(theirs[i].detach(), ours[i].dtype)), i
-    for i in (1, 3, 7):  # float32 and float64 stay as they are, and so does a group that wants no masters
-        assert torch.equal(ours[i].detach(), theirs[i].detach()), i
-        assert "master_weight" not in states[i]
-    assert states[7]["exp_avg"].dtype == torch.bfloat16
-    assert torch.equal(states[6]["exp_avg"], plain.state[theirs[6]]["exp_avg"])  # rounded at random, stepped in float32
-    opt.check_replicas()
-
-
-@pytest.mark.parametrize("shard", ["element", "tensor"])
-def test_groups_choose_their_masters_and_other_dtypes_stay_as_they_are(shard):
-    run_ranks(_mixed, 3, shard)
-
+# --- all modes beside each other --------------------------------------------------------------------------------------
 
 MODES = [*KEPT, "stochastic", None]
 
@@ -294,7 +254,9 @@ def _small_updates(rank, world):
     """A tenth of the spacing for 200 elements of 301, nothing for the others."""
     params = [Parameter(torch.ones(301, dtype=torch.bfloat16)) for _ in MODES]
     groups = [{"params": [param], "master_weights": mode} for param, mode in zip(params, MODES, strict=True)]
-    opt = ZeroRedundancyOptimizer(groups, SGD, lr=1.0)
+    opt = ZeroRedundancyOptimizer(groups[:1], SGD, lr=1.0)
+    for group in groups[1:]:
+        opt.add_param_group(group)
     with opt.count_lost_updates() as lost:
         for _ in range(200):
             for param in params:

@@ -15,11 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_optimizer_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import SGD, AdamW
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
@@ -59,44 +55,35 @@ def states_of(model, opt):
     return [opt.full_state(param) for param in model.parameters()]
 
 
-def options_of(form):
-    """Of torch's functions."""
-    return StateDictOptions(full_state_dict=form == "torch", flatten_optimizer_state_dict="flattened" in form)
-
-
 def save(form, model, opt, path):
-    """On every rank; what is not in ``path`` is returned."""
+    """On every rank; a plain dict is returned."""
     if form == "checkpoint":
         checkpoint.save(path, opt, model)
-    elif form == "dcp":
-        dcp.save({"optim": opt.sharded_state_dict(model)}, checkpoint_id=path)
-    elif form.startswith("torch sharded"):
-        dcp.save({"optim": get_optimizer_state_dict(model, opt, options=options_of(form))}, checkpoint_id=path)
-    else:
+    elif form == "plain":
         opt.consolidate_state_dict()
-        torchs = form == "torch"
-        box = [get_optimizer_state_dict(model, opt, options=options_of(form)) if torchs else opt.state_dict()]
+        box = [opt.state_dict()]
         dist.broadcast_object_list(box, 0)
         return box[0]
+    else:
+        state = opt.sharded_state_dict(model) if form == "dcp" else get_optimizer_state_dict(model, opt)
+        dcp.save({"optim": state}, checkpoint_id=path)
     return None
 
 
-def load(form, model, opt, path, saved=None, planner=None):
+def load(form, model, opt, path, saved):
     """The model is loaded from a checkpoint of ours only."""
     if form == "checkpoint":
         checkpoint.load(path, opt, model)
+    elif form == "plain":
+        opt.load_state_dict(copy.deepcopy(saved))
     elif form == "dcp":
         state = {"optim": opt.sharded_state_dict(model)}
-        dcp.load(state, checkpoint_id=path, planner=planner)
+        dcp.load(state, checkpoint_id=path)
         opt.load_sharded_state_dict(state["optim"], model)
-    elif form.startswith("torch sharded"):
-        state = {"optim": get_optimizer_state_dict(model, opt, options=options_of(form))}
-        dcp.load(state, checkpoint_id=path, planner=planner)
-        set_optimizer_state_dict(model, opt, state["optim"], options=options_of(form))
-    elif form == "torch":
-        set_optimizer_state_dict(model, opt, copy.deepcopy(saved), options=options_of(form))
     else:
-        opt.load_state_dict(copy.deepcopy(saved))
+        state = {"optim": get_optimizer_state_dict(model, opt)}
+        dcp.load(state, checkpoint_id=path)
+        set_optimizer_state_dict(model, opt, state["optim"])
 
 
 class Told(logging.Handler):
@@ -124,7 +111,7 @@ def cast(state, dtype):
     return {key: value.to(dtype, copy=True) if value.dim() else value.clone() for key, value in own.items()}
 
 
-def _into(mode, form, path, saved, weights, states, planner=None):
+def _into(mode, form, path, saved, weights, states):
     """Load into an optimizer of ``mode`` that has trained before, and train on. Returns what the log said here."""
     model = make_model(mode)
     opt = build(model, mode, rounding_seed=3 if mode == "stochastic" else 0)
@@ -132,7 +119,7 @@ def _into(mode, form, path, saved, weights, states, planner=None):
     for param, value in zip(model.parameters(), weights, strict=True):
         param.data.copy_(value)
     with Told() as told:
-        load(form, model, opt, path, saved, planner)
+        load(form, model, opt, path, saved)
     # State without masters: they begin as the parameters.
     starts = [state.get("master_weight", weight.float()) for state, weight in zip(states, weights, strict=True)]
     dtype = torch.bfloat16 if mode is None else torch.float32
@@ -174,10 +161,7 @@ def _between(rank, world, form, folder):
     return found
 
 
-LONG = [pytest.param(form, marks=pytest.mark.long) for form in ("torch", "torch sharded")]
-
-
-@pytest.mark.parametrize("form", ["plain", "checkpoint", "dcp", *LONG])
+@pytest.mark.parametrize("form", ["plain", "checkpoint", "dcp", pytest.param("torch", marks=pytest.mark.long)])
 def test_state_goes_from_every_mode_into_every_other(form, tmp_path):
     """Masters for an optimizer that keeps none are told once; nothing else is lost."""
     ranks = run_ranks(_between, 3, form, tmp_path)
@@ -186,24 +170,6 @@ def test_state_goes_from_every_mode_into_every_other(form, tmp_path):
         assert len(told) == (source == "remainder" and mode in ("stochastic", None)), (source, mode, told)
         assert all("keeps none for parameter 0 ('0.weight')" in message for message in told)
         assert mode != "stochastic" or seed == (7 if source == "stochastic" else 3)
-
-
-def _flattened(rank, world, folder):
-    """torch wants the optimizer's own keys there."""
-    form, model = "torch sharded flattened", make_model(None)
-    opt = build(model, None)
-    train(model, opt, range(4))
-    save(form, model, opt, folder)
-    for mode, key in (("remainder", "state.0.weight.master_weight"), ("stochastic", "0.weight.rounding_seed")):
-        other = make_model(mode)
-        with pytest.raises(dcp.api.CheckpointException, match=f"Missing key.*{key}"):
-            load(form, other, build(other, mode), folder)
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    _into("remainder", form, folder, None, weights_of(model), states_of(model, opt), planner)
-
-
-def test_a_flattened_dict_of_torch_without_masters_needs_a_partial_load(tmp_path):
-    run_ranks(_flattened, 2, tmp_path)
 
 
 # --- plain optimizers over float32 models -----------------------------------------------------------------------------
