@@ -115,7 +115,7 @@ def _with_defaults(rank, world):
 
 
 def test_masters_are_float32_whatever_the_default_dtype_is():
-    run_ranks(_with_defaults, 2, fresh=True)
+    run_ranks(_with_defaults, 2)
 
 
 def _schedule_free(rank, world):

@@ -164,7 +164,7 @@ def _between(rank, world, form, folder):
 @pytest.mark.parametrize("form", ["plain", "checkpoint", "dcp", pytest.param("torch", marks=pytest.mark.long)])
 def test_state_goes_from_every_mode_into_every_other(form, tmp_path):
     """Masters for an optimizer that keeps none are told once; nothing else is lost."""
-    ranks = run_ranks(_between, 3, form, tmp_path)
+    ranks = run_ranks(_between, 2, form, tmp_path)
     for (source, mode), (_, seed) in ranks[0].items():
         told = [message for found in ranks for message in found[source, mode][0]]
         assert len(told) == (source == "remainder" and mode in ("stochastic", None)), (source, mode, told)
