@@ -1,250 +1,261 @@
-"""float32 masters in state dicts and checkpoints: between modes, numbers of ranks, and the plain class; exactly."""
+"""float32 masters in saved state (docs/precision.md, "Saving and loading"): between modes, with plain classes, tools.
+
+``dcp`` is ``sharded_state_dict`` with torch's own ``dcp.save`` and ``dcp.load``, as users call them; ``torch`` is
+``get_optimizer_state_dict``. (Numbers of ranks, and loading into the same mode, are the differential harness's.)
+"""
 
 from __future__ import annotations
 
 import copy
+import json
+import logging
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import SGD, AdamW
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
 from shardstep.tools import cli
 from tests.harness import run_ranks
 from tests.ranks.test_masters import KEPT, SMALL, rounded
-from tests.state_forms import FORMS, load, save
 from tests.twins import assert_same, values
 
+WIDE = "a float32 model"  # in place of a mode
 
-def make_model(dtype=torch.bfloat16):
+
+def make_model(mode):
     torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(9, 23), nn.Linear(23, 31), nn.Linear(31, 5)).to(dtype)
+    model = nn.Sequential(nn.Linear(9, 23), nn.Linear(23, 31), nn.Linear(31, 5)).to(torch.bfloat16)
+    return model.float() if mode == WIDE else model
 
 
-def build(model, mode, shard="element", cls=torch.optim.AdamW, **options):
-    options = {"lr": 0.01, **options}
-    return ZeroRedundancyOptimizer(
-        model.named_parameters(), cls, shard=shard, bucket_cap_mb=SMALL, master_weights=mode, **options
-    )
+def build(model, mode, kind=AdamW, **options):
+    masters = None if mode == WIDE else mode
+    given = {"lr": 0.01, "bucket_cap_mb": SMALL, "master_weights": masters, **options}
+    return ZeroRedundancyOptimizer(model.named_parameters(), kind, **given)
 
 
 def train(model, opt, steps, skip=()):
     for step in steps:
-        for i, param in enumerate(model.parameters()):
-            found = values(param.shape, 1000 * step + i, torch.bfloat16).to(param.dtype)
-            param.grad = None if i in skip else found
+        for i, (name, param) in enumerate(model.named_parameters()):
+            gradient = values(param.shape, 1000 * step + i, torch.bfloat16).to(param.dtype)
+            param.grad = None if name in skip else gradient
         opt.step()
 
 
-def outcome(model, opt):
-    return [param.detach().clone() for param in model.parameters()], [
-        opt.full_state(param) for param in model.parameters()
-    ]
+def weights_of(model):
+    return [param.detach().clone() for param in model.parameters()]
 
 
-def plain_outcome(steps, cls=torch.optim.AdamW, **options):
-    """The plain class over float32 copies."""
-    model = make_model().to(torch.float32)
-    opt = cls(model.parameters(), **{"lr": 0.01, **options})
-    train(model, opt, range(steps))
-    return [param.detach() for param in model.parameters()], opt
+def states_of(model, opt):
+    return [opt.full_state(param) for param in model.parameters()]
 
 
-def check_against_plain(found, steps):
-    masters, opt = plain_outcome(steps)
-    weights, states = found
-    for weight, state, master, entry in zip(weights, states, masters, opt.state.values(), strict=True):
-        assert_same(state["master_weight"], master, "master")
-        assert_same({key: state[key] for key in entry}, dict(entry), "state")
-        assert torch.equal(weight, rounded(master, torch.bfloat16))
+def save(form, model, opt, path):
+    """On every rank; a plain dict is returned."""
+    if form == "checkpoint":
+        checkpoint.save(path, opt, model)
+    elif form == "plain":
+        opt.consolidate_state_dict()
+        box = [opt.state_dict()]
+        dist.broadcast_object_list(box, 0)
+        return box[0]
+    else:
+        state = opt.sharded_state_dict(model) if form == "dcp" else get_optimizer_state_dict(model, opt)
+        dcp.save({"optim": state}, checkpoint_id=path)
+    return None
 
 
-def _save(rank, world, mode, shard, form, path):
-    model = make_model()
-    opt = build(model, mode, shard)
-    train(model, opt, range(4))
-    return save(form, model, opt, path)
+def load(form, model, opt, path, saved):
+    """The model is loaded from a checkpoint of ours only."""
+    if form == "checkpoint":
+        checkpoint.load(path, opt, model)
+    elif form == "plain":
+        opt.load_state_dict(copy.deepcopy(saved))
+    elif form == "dcp":
+        state = {"optim": opt.sharded_state_dict(model)}
+        dcp.load(state, checkpoint_id=path)
+        opt.load_sharded_state_dict(state["optim"], model)
+    else:
+        state = {"optim": get_optimizer_state_dict(model, opt)}
+        dcp.load(state, checkpoint_id=path)
+        set_optimizer_state_dict(model, opt, state["optim"])
 
 
-def _load(rank, world, mode, shard, form, path, saved):
-    model = make_model()
-    for param in model.parameters():
-        param.data.zero_()  # the masters write the parameters
-    opt = build(model, mode, shard)
-    load(form, model, opt, path, saved)
-    loaded = outcome(model, opt)
-    train(model, opt, range(4, 7))
+class Told(logging.Handler):
+    """What the log says about masters in this context."""
+
+    def __enter__(self):
+        self.messages = []
+        logging.getLogger("shardstep").addHandler(self)
+        return self.messages
+
+    def emit(self, record):
+        if "master" in record.getMessage():
+            self.messages.append(record.getMessage())
+
+    def __exit__(self, *error):
+        logging.getLogger("shardstep").removeHandler(self)
+
+
+# --- from mode to mode ------------------------------------------------------------------------------------------------
+
+
+def cast(state, dtype):
+    """A copy as another mode has it: the class's own state, in its dtype."""
+    own = {key: value for key, value in state.items() if key != "master_weight"}
+    return {key: value.to(dtype, copy=True) if value.dim() else value.clone() for key, value in own.items()}
+
+
+def _into(mode, form, path, saved, weights, states):
+    """Load into an optimizer of ``mode`` that has trained before, and train on. Returns what the log said here."""
+    model = make_model(mode)
+    opt = build(model, mode, rounding_seed=3 if mode == "stochastic" else 0)
+    train(model, opt, range(20, 22))  # masters of another run, which are to be forgotten
+    for param, value in zip(model.parameters(), weights, strict=True):
+        param.data.copy_(value)
+    with Told() as told:
+        load(form, model, opt, path, saved)
+    # State without masters: they begin as the parameters.
+    starts = [state.get("master_weight", weight.float()) for state, weight in zip(states, weights, strict=True)]
+    dtype = torch.bfloat16 if mode is None else torch.float32
+    for param, before, start in zip(model.parameters(), states, starts, strict=True):
+        state = opt.full_state(param)
+        master = before.get("master_weight") if mode in KEPT else None
+        assert_same(state.pop("master_weight", None), master, f"into {mode}: master")
+        assert_same(state, cast(before, dtype), f"into {mode}: state")
+        expected = start if mode == WIDE else rounded(start, torch.bfloat16)
+        assert_same(param.detach(), expected, f"into {mode}: parameter")
+    copies = [nn.Parameter(start.clone()) for start in starts]
+    plain = AdamW(copies, lr=0.01)
+    plain.state.update({copy: cast(state, torch.float32) for copy, state in zip(copies, states, strict=True)})
+    wide = nn.ParameterList(copies)
+    train(model, opt, range(4, 6))
+    train(wide, plain, range(4, 6))
     opt.check_replicas()
-    return loaded, outcome(model, opt)
+    if mode in (*KEPT, WIDE):
+        found = [opt.full_state(param).get("master_weight", param.detach()) for param in model.parameters()]
+        assert_same(found, weights_of(wide), f"into {mode}: trained on")
+    return told, opt.param_groups[0].get("rounding_seed")
 
 
-@pytest.mark.extended
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("first", KEPT)
-def test_masters_go_from_mode_to_mode_and_to_any_number_of_ranks(form, first, tmp_path):
-    second = next(mode for mode in KEPT if mode != first)
-    saved = run_ranks(_save, 3, first, "element", form, tmp_path / "saved")[0]
-    for world, mode, shard in ((2, second, "element"), (3, first, "tensor")):
-        loaded, later = run_ranks(_load, world, mode, shard, form, tmp_path / "saved", saved)[0]
-        check_against_plain(loaded, 4)
-        check_against_plain(later, 7)
+def _between(rank, world, form, folder):
+    """By source and mode: what the log said, and the seed of random rounding afterwards."""
+    found = {}
+    for source in (None, "remainder", "stochastic", WIDE):
+        model = make_model(source)
+        opt = build(model, source, rounding_seed=7 if source == "stochastic" else 0)
+        train(model, opt, range(4))
+        path = folder / str(source)
+        saved = save(form, model, opt, path)
+        weights, states = weights_of(model), states_of(model, opt)
+        if source == WIDE:  # its model is the masters
+            states = [{**state, "master_weight": weight} for state, weight in zip(states, weights, strict=True)]
+        for mode in (*KEPT, WIDE, "stochastic", None):
+            if source != WIDE or (form == "checkpoint" and mode in KEPT):
+                found[source, mode] = _into(mode, form, path, saved, weights, states)
+    return found
 
 
-def _to_plain(rank, world, mode):
-    model = make_model()
-    opt = build(model, mode)
-    train(model, opt, range(4))
-    opt.consolidate_state_dict()
-    return opt.state_dict()
+@pytest.mark.parametrize("form", ["plain", "checkpoint", "dcp", pytest.param("torch", marks=pytest.mark.long)])
+def test_state_goes_from_every_mode_into_every_other(form, tmp_path):
+    """Masters for an optimizer that keeps none are told once; nothing else is lost."""
+    ranks = run_ranks(_between, 2, form, tmp_path)
+    for (source, mode), (_, seed) in ranks[0].items():
+        told = [message for found in ranks for message in found[source, mode][0]]
+        assert len(told) == (source == "remainder" and mode in ("stochastic", None)), (source, mode, told)
+        assert all("keeps none for parameter 0 ('0.weight')" in message for message in told)
+        assert mode != "stochastic" or seed == (7 if source == "stochastic" else 3)
 
 
-def _from_plain(rank, world, mode, state, masters):
-    model = make_model()
-    opt = build(model, mode)
-    for entry, master in zip(state["state"].values(), masters, strict=True):
-        entry["master_weight"] = master
-    opt.load_state_dict(state)
-    train(model, opt, range(4, 7))
-    return outcome(model, opt)
+# --- plain optimizers over float32 models -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", KEPT)
-def test_to_and_from_the_plain_class_over_float32_parameters(mode):
-    state = run_ranks(_to_plain, 3, mode)[0]
-    model = make_model(torch.float32)
-    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
-    for i, param in enumerate(model.parameters()):
-        param.data.copy_(state["state"][i].pop("master_weight"))
-    opt.load_state_dict(state)
-    train(model, opt, range(4, 7))
-    expected, _ = plain_outcome(7)
-    assert all(torch.equal(param, other) for param, other in zip(model.parameters(), expected, strict=True))
-
-    masters, plain = plain_outcome(4)
-    state = plain.state_dict()
-    state["param_groups"][0]["param_names"] = [name for name, _ in model.named_parameters()]
-    check_against_plain(run_ranks(_from_plain, 3, mode, state, masters)[0], 7)
+def plain_run(kind, steps):
+    model = make_model(WIDE)
+    opt = kind(model.parameters(), lr=0.01)
+    train(model, opt, range(steps))
+    return model, opt
 
 
-def _checkpoint_into_plain(rank, world, path):
-    model = make_model()
-    opt = build(model, "remainder")
-    train(model, opt, range(4))
+def _from_plain(rank, world, kind, folder):
+    expected = weights_of(plain_run(kind, 6)[0])
+    for mode in KEPT:
+        model = make_model(mode)
+        opt = build(model, mode, kind)
+        checkpoint.load(folder / "plain", opt, model)
+        train(model, opt, range(4, 6))
+        assert_same([state["master_weight"] for state in states_of(model, opt)], expected, f"{mode}")
+        checkpoint.save(folder / str(mode), opt, model)
+
+
+@pytest.mark.parametrize("kind", [AdamW, SGD])  # (SGD has no state but the masters)
+def test_a_float32_run_of_a_plain_optimizer_goes_on_with_masters_and_back(kind, tmp_path):
+    model, opt = plain_run(kind, 4)
+    checkpoint.save(tmp_path / "plain", opt, model)
+    run_ranks(_from_plain, 3, kind, tmp_path)
+    for mode in KEPT:
+        model, opt = plain_run(kind, 0)
+        checkpoint.load(tmp_path / str(mode), opt, model)
+        train(model, opt, range(6, 8))
+        assert_same(weights_of(model), weights_of(plain_run(kind, 8)[0]), f"{mode}")
+
+
+# --- the command line -------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """16-bit, float32, float64, tied, and buffers of three dtypes; a layer that is never stepped."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.embedding = nn.Embedding(31, 23).to(torch.bfloat16)
+        self.norm = nn.BatchNorm1d(23)
+        self.wide = nn.Parameter(values((7, 3), 5))
+        self.late = nn.Linear(23, 4).to(torch.bfloat16)
+        self.head = nn.Linear(23, 31, bias=False).to(torch.bfloat16)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("scale", torch.tensor([0.1, 0.3], dtype=torch.bfloat16))
+        # All ones in bfloat16: one is trained a little, the other is not the optimizer's. They are not tied.
+        self.barely, self.frozen = (nn.Parameter(torch.ones(40, dtype=torch.bfloat16)) for _ in range(2))
+
+
+def _saved(rank, world, mode, path):
+    model = Mixed()
+    names = [(name, param) for name, param in model.named_parameters() if name != "frozen"]
+    opt = ZeroRedundancyOptimizer(names, AdamW, lr=1e-4, weight_decay=0.0, master_weights=mode)
+    train(model, opt, range(3), skip=("late.weight", "late.bias"))
+    assert mode == "stochastic" or torch.equal(model.barely, model.frozen), "the case that this test is about"
     checkpoint.save(path, opt, model)
+    return dict(model.state_dict()), {name: opt.full_state(param).get("master_weight") for name, param in names}
 
 
-def test_a_plain_optimizer_over_float32_parameters_loads_a_checkpoint_with_masters(tmp_path):
-    run_ranks(_checkpoint_into_plain, 3, tmp_path / "saved")
-    model = make_model(torch.float32)
-    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
-    checkpoint.load(tmp_path / "saved", opt, model)
-    train(model, opt, range(4, 7))
-    expected, _ = plain_outcome(7)
-    assert all(torch.equal(param, other) for param, other in zip(model.parameters(), expected, strict=True))
-
-
-def _from_plain_checkpoint(rank, world, mode, shard, path):
-    model = make_model()
-    opt = build(model, mode, shard)
-    checkpoint.load(path, opt, model)
-    train(model, opt, range(4, 7))
-    return outcome(model, opt)
-
-
-@pytest.mark.parametrize("shard", ["element", "tensor"])
-@pytest.mark.parametrize("mode", KEPT)
-def test_a_checkpoint_of_the_plain_class_over_float32_parameters_gives_the_masters(mode, shard, tmp_path):
-    model = make_model().to(torch.float32)
-    opt = torch.optim.AdamW(model.parameters(), lr=0.01)
-    train(model, opt, range(4))
-    checkpoint.save(tmp_path / "saved", opt, model)
-    check_against_plain(run_ranks(_from_plain_checkpoint, 3, mode, shard, tmp_path / "saved")[0], 7)
-
-
-def _saved_for_tools(rank, world, mode, path):
-    model = make_model()
-    opt = build(model, mode)
-    train(model, opt, range(4), skip=(1,))
-    checkpoint.save(path, opt, model)
-    return [(param.detach(), opt.full_state(param).get("master_weight")) for param in model.parameters()]
-
-
-@pytest.mark.parametrize("mode", KEPT)
+@pytest.mark.parametrize("mode", [*KEPT, "stochastic"], ids=str)
 def test_the_command_line_shows_masters_and_writes_the_model_from_them(mode, tmp_path, capsys):
-    saved = run_ranks(_saved_for_tools, 3, mode, tmp_path / "saved")[0]
-    assert cli.main(["inspect", str(tmp_path / "saved")]) == 0
-    printed = capsys.readouterr().out
-    assert "optim.state.0.weight.master_weight" in printed
-    assert "float32 masters of 5 parameters" in printed
-    assert cli.main(["convert", str(tmp_path / "saved"), str(tmp_path / "model.pt"), "--master"]) == 0
-    written = torch.load(tmp_path / "model.pt", weights_only=True)
-    model = make_model(torch.float32)
-    model.load_state_dict(written)
-    for (param, master), value in zip(saved, model.parameters(), strict=True):
-        assert torch.equal(value.detach(), param.float() if master is None else master)
-    assert [master is None for _, master in saved] == [False, True, False, False, False, False]
-    assert cli.main(["convert", str(tmp_path / "saved"), str(tmp_path / "narrow.pt"), "--part", "model"]) == 0
-    assert torch.load(tmp_path / "narrow.pt", weights_only=True)["0.weight"].dtype == torch.bfloat16
-    capsys.readouterr()
-    assert cli.main(["convert", str(tmp_path / "saved"), "x.pt", "--master", "--part", "optim"]) == 2
-    assert "--master expects a model" in capsys.readouterr().err
+    def call(*arguments):
+        status = cli.main([str(argument) for argument in arguments])
+        return status, capsys.readouterr()
 
-
-def test_without_masters_the_command_line_says_so(tmp_path, capsys):
-    run_ranks(_saved_for_tools, 1, None, tmp_path / "saved")
-    assert cli.main(["convert", str(tmp_path / "saved"), str(tmp_path / "model.pt"), "--master"]) == 2
-    assert "expects a checkpoint with float32 masters" in capsys.readouterr().err
-    assert not (tmp_path / "model.pt").exists()
-
-
-def _partly_stepped(rank, world, mode, cls):
-    model = make_model()
-    opt = build(model, mode, cls=cls)
-    train(model, opt, range(3), skip=(0, 3))
-    states = [opt.full_state(param) for param in model.parameters()]
-    opt.consolidate_state_dict()
-    state = opt.state_dict()
-    other = make_model()
-    twin = build(other, mode, cls=cls)
-    for param, value in zip(other.parameters(), model.parameters(), strict=True):
-        param.data.copy_(value.detach())
-    twin.load_state_dict(state if world == 1 else _shared(state, opt))
-    for which, trained in ((model, opt), (other, twin)):
-        train(which, trained, range(3, 5))
-    same = [torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True)]
-    return [sorted(state) for state in states], same
-
-
-def _shared(state, opt):
-    import torch.distributed as dist
-
-    box = [state]
-    dist.broadcast_object_list(box, 0)
-    return box[0]
-
-
-@pytest.mark.parametrize("mode", KEPT)
-@pytest.mark.parametrize("cls", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad])
-def test_parameters_that_were_never_stepped_have_no_master(mode, cls):
-    for world in (1, 3):
-        for keys, same in run_ranks(_partly_stepped, world, mode, cls):
-            assert all("master_weight" in found for i, found in enumerate(keys) if i not in (0, 3))
-            assert not any("master_weight" in found for i, found in enumerate(keys) if i in (0, 3))
-            assert all(same)
-
-
-def _copied(rank, world, mode):
-    model = make_model()
-    opt = build(model, mode)
-    train(model, opt, range(3))
-    other, twin = copy.deepcopy((model, opt))
-    for which, trained in ((model, opt), (other, twin)):
-        train(which, trained, range(3, 6))
-    for one, two in zip(outcome(model, opt), outcome(other, twin), strict=True):
-        assert_same(one, two, "copy")
-    check_against_plain(outcome(other, twin), 6)
-
-
-@pytest.mark.parametrize("mode", KEPT)
-def test_a_copy_of_the_optimizer_has_its_own_masters(mode):
-    run_ranks(_copied, 3, mode)
+    saved, model = tmp_path / "saved", tmp_path / "model.pt"
+    weights, masters = run_ranks(_saved, 2, mode, saved)[0]
+    contents = json.loads(call("inspect", saved, "--json")[1].out)
+    keys = [name for name, master in masters.items() if master is not None]
+    assert keys == ([] if mode == "stochastic" else ["barely", "embedding.weight"])
+    found = [entry["key"] for entry in contents["entries"] if "master_weight" in entry["key"]]
+    assert sorted(found) == [f"optim.state.{name}.master_weight" for name in keys]
+    assert contents["masters"] == len(keys)
+    status, printed = call("convert", saved, model, "--master")
+    if mode == "stochastic":
+        assert (status, model.exists()) == (2, False)
+        assert "--master expects a checkpoint with float32 masters" in printed.err
+        return
+    assert status == 0, printed.err
+    masters["head.weight"] = masters["embedding.weight"]
+    expected = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in weights.items()}
+    expected |= {name: master for name, master in masters.items() if master is not None}
+    assert_same(torch.load(model, weights_only=True), expected, "in float32")
