@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -421,3 +422,38 @@ def pickled_shards(rank: int, world: int) -> None:
 
 def test_a_piece_of_a_state_crosses_to_another_process_and_nowhere_else():
     run_ranks(pickled_shards, 2)
+
+
+class OwnPlanner(dcp.DefaultLoadPlanner):
+    """A planner that somebody derived, with other names for what it is given."""
+
+    def set_up_planner(self, form: Any, about: Any = None, is_coordinator: bool = False) -> None:  # type: ignore[override]
+        super().set_up_planner(form, about, is_coordinator)
+
+
+def halves(masters: torch.dtype | None, steps: int = 0) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
+    model = nn.ParameterList(parameters([(57, 31), (13,)], torch.bfloat16))
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.01, master_weights=masters)
+    train(optimizer, list(model), range(steps))
+    return model, optimizer
+
+
+def optional_masters(rank: int, world: int, root: Path) -> None:
+    for saved, loaded in itertools.product((None, torch.float32), repeat=2):
+        model, optimizer = halves(saved, 2)
+        dcp.save({"optim": optimizer.sharded_state_dict(model)}, checkpoint_id=root / f"{saved} {loaded}")
+        for planner in (None, checkpoint.SafeLoadPlanner(), OwnPlanner()):
+            fresh_model, fresh = halves(loaded)
+            fresh_model.load_state_dict(model.state_dict())
+            form = {"optim": fresh.sharded_state_dict(fresh_model)}
+            dcp.load(form, checkpoint_id=root / f"{saved} {loaded}", planner=planner)
+            fresh.load_sharded_state_dict(form["optim"], fresh_model)
+            for param, twin in zip(fresh_model, model, strict=True):
+                found, expected = fresh.full_state(param), optimizer.full_state(twin)
+                assert ("master_weight" in found) == (saved is not None and loaded is not None)
+                assert_same(found.get("master_weight", 0), expected["master_weight"] if "master_weight" in found else 0)
+                assert torch.equal(found["exp_avg"].bfloat16(), expected["exp_avg"].bfloat16())
+
+
+def test_a_checkpoint_of_dcp_may_have_masters_or_not_whatever_it_is_loaded_into(tmp_path):
+    run_ranks(optional_masters, 2, tmp_path)
