@@ -19,7 +19,6 @@ class Row(NamedTuple):
     name: str
     verdict: str  # "cut anywhere", "kept whole", "refused", ...: what table.py explains
     reason: str = ""
-    split: bool | None = None  # whether its step is made bucket by bucket
     resumes: str = ""  # "yes", or what the plain class itself does not do
     remarks: str = ""
 

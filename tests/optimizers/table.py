@@ -50,9 +50,6 @@ Compilers are off (`torch.compile`, heavyball's own): this says nothing about th
 | verdict | meaning | classes |
 |---|---|---|
 {verdicts}
-
-*Step in parts*: the step is made bucket by bucket, each travelling while the next is updated. Otherwise everything is
-updated first.
 """
 _MEANINGS = {
     "cut anywhere": "parameters are cut wherever it balances best; every rank holds 1/N",
@@ -87,12 +84,11 @@ def page() -> str:
 def _section(package: str, rows: list[Row]) -> str:
     lines = [
         f"## {package} {version_of(package)}",
-        "| class | verdict | why | step in parts | resumes | remarks |",
-        "|---|---|---|---|---|---|",
+        "| class | verdict | why | resumes | remarks |",
+        "|---|---|---|---|---|",
     ]
     for row in rows:
-        split = "" if row.split is None else "yes" if row.split else "no"
-        cells = [f"`{row.name}`", row.verdict, _short(row), split, row.resumes, row.remarks]
+        cells = [f"`{row.name}`", row.verdict, _short(row), row.resumes, row.remarks]
         lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
     return "\n".join(lines) + "\n"
 
