@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.profiler import ProfilerActivity, profile
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
@@ -230,21 +229,6 @@ def dict_hooks(rank: int, world_size: int) -> None:
 
 def test_hooks_of_state_dicts_fire_once_in_order_and_may_replace_the_dict():
     run_ranks(dict_hooks, 3)
-
-
-def profiled(rank: int, world_size: int) -> None:
-    params, optimizer, theirs, oracle = pair()
-    # With stacks and memory, C++ reads param_groups and state after each step.
-    with profile(activities=[ProfilerActivity.CPU], with_stack=True, profile_memory=True) as profiler:
-        train(optimizer, params, range(2))
-    counts = {event.key: event.count for event in profiler.key_averages() if event.key.startswith("Optimizer.step#")}
-    assert counts == {"Optimizer.step#ZeroRedundancyOptimizer.step": 2}
-    train(oracle, theirs, range(2))
-    assert_same(values_of(params), values_of(theirs))
-
-
-def test_the_profiler_sees_each_step_once_and_can_look_into_it():
-    run_ranks(profiled, 2, fresh=True)  # (C++ reads Python's objects, also those that another test left)
 
 
 # --- copies ---------------------------------------------------------------------------------------------------------

@@ -11,29 +11,15 @@ from tests import forkserver
 from tests.harness import run_ranks
 from tests.optimizers import claims, training
 from tests.optimizers.catalogue import PACKAGES, Subject, is_abstract, is_installed, subjects, version_of, wraps
-from tests.optimizers.outcomes import Row, record
+from tests.optimizers.table import Row, record
 from tests.optimizers.training import Facts
 
-# Those that are also trained and saved on two ranks. Quick and unlike each other: cut, whole, 8-bit, schedule-free,
-# with a closure, coupled, hybrid.
-SAMPLE = [
-    Subject("bitsandbytes.optim", "AdamW8bit"),
-    Subject("schedulefree", "AdamWScheduleFree"),
-    Subject("schedulefree", "SGDScheduleFreeClosure"),
-    Subject("pytorch_optimizer", "AdaFactor"),
-    Subject("pytorch_optimizer", "Lamb"),
-    Subject("pytorch_optimizer", "Lion"),
-    Subject("pytorch_optimizer", "Muon"),
-    Subject("pytorch_optimizer", "Prodigy"),
-    Subject("torchao.optim", "AdamW8bit"),
-]
-ALL = [*SAMPLE, *(subject for subject in subjects() if subject not in SAMPLE)]
 LIMITS = {"timeout": 300, "pg_timeout": 120}
 
 
 @pytest.mark.extra
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("subject", ALL, ids=str)
+@pytest.mark.parametrize("subject", subjects(), ids=str)
 def test_every_class_trains_as_the_plain_one_and_resumes_or_is_refused_by_name(subject, tmp_path):
     if not is_installed(subject.package):
         pytest.skip(f"{subject.package} is not installed")
@@ -76,8 +62,6 @@ def _sweep(subject: Subject, row: Row, folder: str) -> Row:
         assert len(refusals[0]) > len(subject.name) + 20, f"the refusal has no reason: {refusals[0]}"
         return row._replace(verdict="refused", reason=refusals[0])
     run_ranks(claims.resumes, 2, subject, facts, folder, **LIMITS)
-    if subject in SAMPLE:
-        run_ranks(claims.trains_and_saves, 2, subject, facts, folder, **LIMITS)
     cut = findings[0]["cut"]
     return row._replace(
         verdict="cut anywhere" if all(cut) else "cut in some groups" if any(cut) else "kept whole",

@@ -24,23 +24,15 @@ from tests.optimizers.catalogue import Subject, switch_off_compilers
 SAVED_AT, END = 3, 6  # steps
 # 8-bit and 4-bit states are made from 4096 elements on, some only of multiples of 256 or 128. 4096, 12288 and 8192 are
 # such; 4290 is large, but no multiple; the others are small. The first half is one group, of matrices.
+_FIRST = ((64, 64), (7, 5), (96, 128), (33, 130))
 SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
-    "tensors of 1 to 3 dimensions": ((64, 64), (7, 5), (96, 128), (33, 130), (8192,), (11, 3), (5,), (4, 3, 2)),
-    "tensors of 1 and 2 dimensions": ((64, 64), (7, 5), (96, 128), (33, 130), (8192,), (11, 3), (5,), (64, 128)),
-    "tensors of 1 to 3 dimensions, none long": (
-        (64, 64),
-        (7, 5),
-        (96, 128),
-        (33, 130),
-        (60,),
-        (11, 3),
-        (5,),
-        (4, 3, 2),
-    ),
-    "matrices": ((64, 64), (7, 5), (96, 128), (33, 130), (64, 128), (11, 3), (8, 40), (32, 16)),
+    "tensors of 1 to 3 dimensions": (*_FIRST, (8192,), (11, 3), (5,), (4, 3, 2)),
+    "tensors of 1 and 2 dimensions": (*_FIRST, (8192,), (11, 3), (5,), (64, 128)),
+    "tensors of 1 to 3 dimensions, none long": (*_FIRST, (60,), (11, 3), (5,), (4, 3, 2)),
+    "matrices": (*_FIRST, (64, 128), (11, 3), (8, 40), (32, 16)),
     "pairs of factors": ((4, 64), (32, 4), (8, 96), (16, 8), (4, 7), (11, 4), (2, 5), (3, 2)),
 }
-MATRICES = 4
+MATRICES = len(_FIRST)
 # These keep n x n matrices for a tensor with a dimension of n, and decompose them.
 SMALL = {f"pytorch_optimizer.{name}" for name in ("Alice", "DASH", "Shampoo", "SpectralSphere")}
 # What a step gets: gradients; a closure; gradients that can be differentiated once more.

@@ -21,7 +21,6 @@ from tests.twins import Twins, parameters, values
 STEPS = 5
 SHAPES = [(7, 5), (5,), (3, 2, 2), (11, 3), (1,)]
 MATRICES_FIRST = [(6, 5), (7, 4), (5,), (13,)]
-LARGE = [(70, 64), (33,), (67, 77), (4200,)]  # 8-bit states are made from 4096 elements on
 
 
 def granularities(twins: Twins) -> list[str]:
@@ -51,30 +50,6 @@ def cut_and_whole(rank: int, world_size: int) -> None:
 
 def test_lion_is_cut_lamb_stays_whole_a_muon_with_adamw_groups_is_cut_where_it_may_be():
     run_ranks(cut_and_whole, 3)
-
-
-def eight_bits(rank: int, world_size: int) -> None:
-    import bitsandbytes
-
-    twins = Twins(partial(parameters, LARGE, torch.float32), bitsandbytes.optim.AdamW8bit, lr=0.01)
-    assert set(granularities(twins)) == {"tensor"}
-    twins.step(STEPS)
-    twins.check_weights()
-    for mine, theirs in zip(twins.ours, twins.theirs, strict=True):
-        assert_same(twins.opt.full_state(mine), dict(twins.plain.state[theirs]), "full_state")
-    # bitsandbytes' own state_dict() nests these entries under a key of its own; its load takes both forms.
-    twins.opt.consolidate_state_dict(to=0)
-    full, nested = twins.opt.state_dict(), twins.plain.state_dict()
-    twins.opt.load_state_dict(nested)
-    if rank == 0:
-        twins.plain = bitsandbytes.optim.AdamW8bit(twins.theirs, lr=0.01)
-        twins.plain.load_state_dict(full)
-    twins.step(2)
-    twins.check_weights()
-
-
-def test_eight_bit_adamw_whose_state_has_other_shapes_is_exact():
-    run_ranks(eight_bits, 3)
 
 
 # --- granularity ----------------------------------------------------------------------------------------------------

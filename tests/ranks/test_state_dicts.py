@@ -1,4 +1,4 @@
-"""State dicts: what is in them, whose memory it is, how they travel; torch's functions for them. Oracle: the plain one.
+"""State dicts: what is in them, whose memory it is; torch's functions for them. Oracle: the plain optimizer.
 
 Saving and loading at other numbers of ranks and in other modes: tests/differential. Wrong use: its refusals.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import io
-import itertools
 import pickle
 from functools import partial
 from multiprocessing.reduction import ForkingPickler
@@ -248,52 +247,6 @@ def test_a_state_that_cannot_be_sent_is_an_error_on_every_rank_that_names_the_pa
     run_ranks(object_in_the_state, 3)
 
 
-# --- how they travel ------------------------------------------------------------------------------------------------
-
-
-class Traffic:
-    """Counts the bytes of every message that torch.distributed moves for this rank, while it is open."""
-
-    NAMES = ("send", "recv", "isend", "irecv", "broadcast", "all_gather", "all_gather_into_tensor", "all_reduce",
-             "all_to_all_single", "gather", "scatter", "reduce")  # fmt: skip
-
-    def __enter__(self) -> Traffic:
-        self.sent, self.received, self.other = [], [], []
-        self._real = {name: getattr(dist, name) for name in self.NAMES}
-        for name, real in self._real.items():
-            setattr(dist, name, partial(self._counted, name, real))
-        return self
-
-    def _counted(self, name: str, real: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        sizes = {"send": self.sent, "isend": self.sent, "recv": self.received, "irecv": self.received}
-        sizes.get(name, self.other).append(tensor.nbytes if isinstance(tensor, torch.Tensor) else -1)
-        return real(tensor, *args, **kwargs)
-
-    def __exit__(self, *_: object) -> None:
-        for name, real in self._real.items():
-            setattr(dist, name, real)
-
-
-def consolidation_traffic(rank: int, world: int) -> None:
-    shapes, header = [(61, 43), (40, 33), (17,), (9, 301)], 4096  # JSON: shapes, dtypes and scalars of the states
-    params = parameters(shapes)
-    optimizer = ZeroRedundancyOptimizer(params, Adam, lr=0.1)
-    train(optimizer, params, range(2))
-    mine = optimizer.memory().state
-    for chunk_mb in (0.005, 16):
-        with Traffic() as traffic:
-            optimizer.consolidate_state_dict(to=1, chunk_mb=chunk_mb)
-        told = f"chunk_mb={chunk_mb}, rank {rank}: {traffic.sent} {traffic.received}"
-        assert not traffic.other, told
-        assert not (traffic.sent if rank == 1 else traffic.received), told
-        assert rank == 1 or mine <= sum(traffic.sent) <= mine + header, told
-        assert max(traffic.sent + traffic.received) <= chunk_mb * 2**20, told
-
-
-def test_consolidation_sends_to_the_recipient_only_and_never_more_than_a_chunk_at_once():
-    run_ranks(consolidation_traffic, 3)
-
-
 # --- torch's get_optimizer_state_dict and set_optimizer_state_dict --------------------------------------------------
 
 SHARDED = StateDictOptions()
@@ -422,38 +375,3 @@ def pickled_shards(rank: int, world: int) -> None:
 
 def test_a_piece_of_a_state_crosses_to_another_process_and_nowhere_else():
     run_ranks(pickled_shards, 2)
-
-
-class OwnPlanner(dcp.DefaultLoadPlanner):
-    """A planner that somebody derived, with other names for what it is given."""
-
-    def set_up_planner(self, form: Any, about: Any = None, is_coordinator: bool = False) -> None:  # type: ignore[override]
-        super().set_up_planner(form, about, is_coordinator)
-
-
-def halves(masters: torch.dtype | None, steps: int = 0) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
-    model = nn.ParameterList(parameters([(57, 31), (13,)], torch.bfloat16))
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.01, master_weights=masters)
-    train(optimizer, list(model), range(steps))
-    return model, optimizer
-
-
-def optional_masters(rank: int, world: int, root: Path) -> None:
-    for saved, loaded in itertools.product((None, torch.float32), repeat=2):
-        model, optimizer = halves(saved, 2)
-        dcp.save({"optim": optimizer.sharded_state_dict(model)}, checkpoint_id=root / f"{saved} {loaded}")
-        for planner in (None, checkpoint.SafeLoadPlanner(), OwnPlanner()):
-            fresh_model, fresh = halves(loaded)
-            fresh_model.load_state_dict(model.state_dict())
-            form = {"optim": fresh.sharded_state_dict(fresh_model)}
-            dcp.load(form, checkpoint_id=root / f"{saved} {loaded}", planner=planner)
-            fresh.load_sharded_state_dict(form["optim"], fresh_model)
-            for param, twin in zip(fresh_model, model, strict=True):
-                found, expected = fresh.full_state(param), optimizer.full_state(twin)
-                assert ("master_weight" in found) == (saved is not None and loaded is not None)
-                assert_same(found.get("master_weight", 0), expected["master_weight"] if "master_weight" in found else 0)
-                assert torch.equal(found["exp_avg"].bfloat16(), expected["exp_avg"].bfloat16())
-
-
-def test_a_checkpoint_of_dcp_may_have_masters_or_not_whatever_it_is_loaded_into(tmp_path):
-    run_ranks(optional_masters, 2, tmp_path)

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -261,20 +259,6 @@ def train_in_many_buckets(rank: int, world_size: int) -> None:
 def test_what_is_taken_trains_as_the_plain_one_whichever_way_its_step_is_split_into_buckets():
     """A count outside of the parameters must not advance with every bucket."""
     run_ranks(train_in_many_buckets, 2)
-
-
-numbers = st.floats(0, 1, exclude_max=True, allow_subnormal=False)
-
-
-@settings(deadline=None, max_examples=15)
-@given(
-    lr=st.floats(0, 100) | st.floats(0, 100, width=32).map(torch.tensor),
-    betas=st.tuples(numbers, numbers),
-    eps=st.floats(1e-12, 1),
-    weight_decay=numbers,
-)
-def test_numbers_do_not_change_the_verdict_on_adamw(lr, betas, eps, weight_decay):
-    build(torch.optim.AdamW, "element", lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, foreach=False)
 
 
 # --- how a class is asked ---------------------------------------------------------------------------------------------
