@@ -18,7 +18,7 @@ from torch.nn import Parameter
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
-from tests.twins import Twins, parameters, values
+from tests.twins import Twins, assert_same, parameters, values
 
 CLASSES = {
     name: kind
@@ -69,7 +69,7 @@ def train(rank: int, world_size: int, name: str, sets: list[dict[str, Any]], sup
             granularity = "tensor" if name in WHOLE else shard
             assert {spec.granularity for spec in twins.opt.layout.specs} == {granularity}
             twins.step(3)
-            twins.check(to=world_size - 1)
+            twins.check_weights()
             exchange(twins, options, shard)
             twins.step(2)
             twins.check()
@@ -86,6 +86,7 @@ def exchange(twins: Twins, options: dict[str, Any], shard: str) -> None:
     box = [twins.opt.state_dict()]
     dist.broadcast_object_list(box)
     theirs, kind = copy.deepcopy(twins.plain.state_dict()), type(twins.plain)
+    assert_same(box[0], theirs, twins.name, twins.close)
     twins.opt = ZeroRedundancyOptimizer(twins.ours, kind, shard=shard, **options)
     twins.plain = kind(twins.theirs, **options)
     twins.opt.load_state_dict(theirs)

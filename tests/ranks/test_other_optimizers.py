@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import logging
-from enum import Enum
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from shardstep import ZeroRedundancyOptimizer, checkpoint
-from shardstep.tools import cli
+from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
-from tests.oracle import assert_same, error_of, train, values_of
-from tests.oracle import parameters as some_parameters
+from tests.oracle import assert_same, values_of
 from tests.twins import Twins, parameters, values
 
 STEPS = 5
@@ -148,50 +144,6 @@ def closures(rank: int, world_size: int, shapes: list[tuple[int, ...]], views: b
 @pytest.mark.parametrize("views", [False, True])
 def test_a_closure_that_is_asked_about_moved_weights_sees_those_of_all_ranks(views, shapes):
     run_ranks(closures, 3, shapes, views)
-
-
-class Kind(Enum):
-    PLAIN = 1
-    DOUBLE = 2
-
-
-class Odd(Enum):
-    OTHER = 1
-
-
-def double(value: float) -> float:
-    return 2 * value
-
-
-class Chosen(Habit):
-    """Has a member of an enumeration and a function for options."""
-
-    def rate(self, group: dict) -> float:
-        return group["function"](group["lr"]) * group["kind"].value
-
-
-def odd_options(rank: int, world_size: int, directory: Path) -> None:
-    params = some_parameters()
-    opt = ZeroRedundancyOptimizer(params, Chosen, kind=Kind.DOUBLE, function=double)
-    train(opt, params, range(2))
-    checkpoint.save(directory / "saved", opt)
-    again = [torch.nn.Parameter(value) for value in values_of(params)]
-    fresh = ZeroRedundancyOptimizer(again, Chosen, kind=Kind.PLAIN, function=double)
-    checkpoint.load(directory / "saved", fresh)
-    assert fresh.param_groups[0]["kind"] is Kind.DOUBLE
-    train(opt, params, range(2, 4))
-    train(fresh, again, range(2, 4))
-    assert_same(values_of(again), values_of(params), "goes on with the kind that was saved and its own function")
-    other = ZeroRedundancyOptimizer(some_parameters(), Chosen, kind=Odd.OTHER, function=double)
-    assert "DOUBLE" in str(error_of(lambda: checkpoint.load(directory / "saved", other)))
-    assert other.param_groups[0]["kind"] is Odd.OTHER
-
-
-def test_options_that_are_enumerations_are_saved_by_name_and_functions_are_the_live_optimizers(tmp_path, capsys):
-    run_ranks(odd_options, 2, tmp_path)
-    assert cli.main(["convert", str(tmp_path / "saved"), str(tmp_path / "plain.pt")]) == 2
-    assert "as 'DOUBLE'" in capsys.readouterr().err, "no plain file is made without them"
-    assert not (tmp_path / "plain.pt").exists()
 
 
 class Wants(Habit):
