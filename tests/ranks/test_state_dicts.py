@@ -68,34 +68,6 @@ def test_a_state_dict_is_empty_when_fresh_full_at_the_recipient_and_marked_elsew
     run_ranks(life_of_a_state_dict, 3)
 
 
-def named_groups(params: list) -> list[dict[str, Any]]:
-    named = [(f"layer{i}.weight", param) for i, param in enumerate(params)]
-    return [{"params": named[:2], "lr": 0.03}, {"params": [], "param_names": []}, {"params": named[2:]}]
-
-
-def names(rank: int, world: int) -> None:
-    params, other = parameters(), parameters()
-    optimizer = ZeroRedundancyOptimizer(named_groups(params), Adam, lr=0.1)
-    oracle = Adam(named_groups(other), lr=0.1)
-    train(optimizer, params, range(2))
-    train(oracle, other, range(2))
-    optimizer.consolidate_state_dict()
-    assert_same(optimizer.state_dict() if rank == 0 else {}, oracle.state_dict() if rank == 0 else {}, "named")
-    # An optimizer without names takes a dict with names, as torch's does.
-    nameless = [{**group, "params": [pair[1] for pair in group["params"]]} for group in named_groups(params)]
-    for group in nameless:
-        group.pop("param_names", None)
-    again = ZeroRedundancyOptimizer(nameless, Adam, lr=0.7)
-    again.load_state_dict(oracle.state_dict())
-    train(again, params, [2])
-    train(oracle, other, [2])
-    assert_same(values_of(params), values_of(other), "loaded")
-
-
-def test_names_and_empty_groups_are_kept():
-    run_ranks(names, 3)
-
-
 def mixed_dtypes(rank: int, world: int) -> None:
     params, other = ([parameters([(23,)], dtype)[0] for dtype in (torch.bfloat16, torch.float32, torch.float64)]
                      for _ in range(2))  # fmt: skip
