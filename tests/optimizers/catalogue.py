@@ -91,7 +91,7 @@ def _names(package: str) -> Iterator[str]:
         value = getattr(module, name)
         if not (inspect.isclass(value) and issubclass(value, Optimizer)) or value in seen:
             continue
-        if not value.__module__.startswith("torch."):  # torch's own, passed on: tests/ranks/test_every_optimizer.py
+        if not value.__module__.startswith("torch."):  # torch's own, passed on: tests/contract
             seen.add(value)
             yield name
 

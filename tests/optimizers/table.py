@@ -3,13 +3,40 @@
 from __future__ import annotations
 
 import datetime
+import json
 import re
 import sys
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from tests.optimizers.catalogue import PACKAGES, is_installed, subjects, version_of
-from tests.optimizers.outcomes import Row, recorded
+from tests.optimizers.catalogue import PACKAGES, Subject, is_installed, subjects, version_of
+
+FOLDER = Path(__file__).parent.parent.parent / "build" / "optimizers"
+
+
+class Row(NamedTuple):
+    """What became of one class."""
+
+    package: str
+    version: str
+    name: str
+    verdict: str  # "cut anywhere", "kept whole", "refused", ...: what table.py explains
+    reason: str = ""
+    resumes: str = ""  # "yes", or what the plain class itself does not do
+    remarks: str = ""
+
+
+def record(row: Row) -> None:
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    (FOLDER / f"{row.package}.{row.name}.json").write_text(json.dumps(row._asdict(), indent=1))
+
+
+def recorded(subject: Subject) -> Row | None:
+    path = FOLDER / f"{subject}.json"
+    return Row(**json.loads(path.read_text())) if path.exists() else None
+
 
 _INTRODUCTION = """\
 # With which optimizers
@@ -40,8 +67,7 @@ Each class is trained at 3 ranks with `shard="auto"` beside the plain class in t
 float32 and float64, two groups with different options, tensors of 5 to 12288 elements. A class that is not refused
 
 - *trains*: after 3 and 6 steps the weights on every rank and every parameter's `full_state` are bit-equal to the plain
-  one's, and the ranks hold together as many bytes of state as the plain one alone (but for scalars, and for tables
-  that all parameters share);
+  one's;
 - *resumes*: saved after 3 steps, with `checkpoint.save` and as one file, fresh optimizers at 2 ranks go on to the same
   bits as a plain run without interruption, and so does the plain class from that file.
 
@@ -50,9 +76,6 @@ Compilers are off (`torch.compile`, heavyball's own): this says nothing about th
 | verdict | meaning | classes |
 |---|---|---|
 {verdicts}
-
-*Step in parts*: the step is made bucket by bucket, each travelling while the next is updated. Otherwise everything is
-updated first.
 """
 _MEANINGS = {
     "cut anywhere": "parameters are cut wherever it balances best; every rank holds 1/N",
@@ -87,12 +110,11 @@ def page() -> str:
 def _section(package: str, rows: list[Row]) -> str:
     lines = [
         f"## {package} {version_of(package)}",
-        "| class | verdict | why | step in parts | resumes | remarks |",
-        "|---|---|---|---|---|---|",
+        "| class | verdict | why | resumes | remarks |",
+        "|---|---|---|---|---|",
     ]
     for row in rows:
-        split = "" if row.split is None else "yes" if row.split else "no"
-        cells = [f"`{row.name}`", row.verdict, _short(row), split, row.resumes, row.remarks]
+        cells = [f"`{row.name}`", row.verdict, _short(row), row.resumes, row.remarks]
         lines.append(f"| {' | '.join(_cell(cell) for cell in cells)} |")
     return "\n".join(lines) + "\n"
 

@@ -24,23 +24,15 @@ from tests.optimizers.catalogue import Subject, switch_off_compilers
 SAVED_AT, END = 3, 6  # steps
 # 8-bit and 4-bit states are made from 4096 elements on, some only of multiples of 256 or 128. 4096, 12288 and 8192 are
 # such; 4290 is large, but no multiple; the others are small. The first half is one group, of matrices.
+_FIRST = ((64, 64), (7, 5), (96, 128), (33, 130))
 SHAPES: dict[str, tuple[tuple[int, ...], ...]] = {
-    "tensors of 1 to 3 dimensions": ((64, 64), (7, 5), (96, 128), (33, 130), (8192,), (11, 3), (5,), (4, 3, 2)),
-    "tensors of 1 and 2 dimensions": ((64, 64), (7, 5), (96, 128), (33, 130), (8192,), (11, 3), (5,), (64, 128)),
-    "tensors of 1 to 3 dimensions, none long": (
-        (64, 64),
-        (7, 5),
-        (96, 128),
-        (33, 130),
-        (60,),
-        (11, 3),
-        (5,),
-        (4, 3, 2),
-    ),
-    "matrices": ((64, 64), (7, 5), (96, 128), (33, 130), (64, 128), (11, 3), (8, 40), (32, 16)),
+    "tensors of 1 to 3 dimensions": (*_FIRST, (8192,), (11, 3), (5,), (4, 3, 2)),
+    "tensors of 1 and 2 dimensions": (*_FIRST, (8192,), (11, 3), (5,), (64, 128)),
+    "tensors of 1 to 3 dimensions, none long": (*_FIRST, (60,), (11, 3), (5,), (4, 3, 2)),
+    "matrices": (*_FIRST, (64, 128), (11, 3), (8, 40), (32, 16)),
     "pairs of factors": ((4, 64), (32, 4), (8, 96), (16, 8), (4, 7), (11, 4), (2, 5), (3, 2)),
 }
-MATRICES = 4
+MATRICES = len(_FIRST)
 # These keep n x n matrices for a tensor with a dimension of n, and decompose them.
 SMALL = {f"pytorch_optimizer.{name}" for name in ("Alice", "DASH", "Shampoo", "SpectralSphere")}
 # What a step gets: gradients; a closure; gradients that can be differentiated once more.
@@ -65,8 +57,10 @@ class Facts(NamedTuple):
     moves: bool  # whether it has changed its weights at the end
     takes_float64: bool
     random: bool  # another seed, another outcome
-    coupled: bool | None  # a parameter trained alone ends elsewhere; None: cannot be told
     resumes: str  # nothing if its own state dict makes a fresh one go on as if uninterrupted; else what happens
+
+    def in_float64(self) -> Facts:
+        return self._replace(course=self.course._replace(dtype=torch.float64))
 
 
 class Model(nn.Module):
@@ -89,15 +83,10 @@ def noise(shape: Sequence[int], seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
 
 
-def groups_of(
-    subject: Subject, course: Course, params: Sequence[Tensor], only: Sequence[int] | None = None
-) -> list[Any]:
-    """What is passed as ``params``. Different options: another learning rate and weight decay, if the class takes them.
-
-    ``only``: of the parameters at these positions.
-    """
+def groups_of(subject: Subject, course: Course, params: Sequence[Tensor]) -> list[Any]:
+    """What is passed as ``params``. Different options: another learning rate and weight decay, if it takes them."""
     if course.grouping == "no groups":
-        return [param for position, param in enumerate(params) if only is None or position in only]
+        return list(params)
     first, second = (dict(options) for options in subject.group_options)
     known = inspect.signature(subject.cls).parameters
     if course.grouping == "two groups with different options":
@@ -106,29 +95,17 @@ def groups_of(
             second["lr"] = rate / 2
         if "weight_decay" in known:
             first["weight_decay"] = 0.05
-    groups = []
-    for positions, options in ((range(MATRICES), first), (range(MATRICES, len(params)), second)):
-        chosen = [params[position] for position in positions if only is None or position in only]
-        if chosen:
-            groups.append({"params": chosen, **options})
-    return groups
+    return [{"params": params[:MATRICES], **first}, {"params": params[MATRICES:], **second}]
 
 
-def plain(subject: Subject, course: Course, params: Sequence[Tensor], only: Sequence[int] | None = None) -> Optimizer:
-    return subject.cls(groups_of(subject, course, params, only), **subject.options)
+def plain(subject: Subject, course: Course, params: Sequence[Tensor]) -> Optimizer:
+    return subject.cls(groups_of(subject, course, params), **subject.options)
 
 
 def loss_of(params: Sequence[Tensor], step: int) -> Tensor:
     """A loss in which everything depends on everything: what a closure returns for weights that are not there shows."""
-    total = sum(
-        (param * noise(param.shape, 10_000 + 100 * step + i, param.dtype)).sum() for i, param in enumerate(params)
-    )
+    total = sum((param * _direction(param, step, i)).sum() for i, param in enumerate(params))
     return total + sum(param.square().sum() for param in params) / 8 + sum(param.mean() for param in params) ** 2 / 8
-
-
-def set_gradients(params: Sequence[Tensor], step: int) -> None:
-    for i, param in enumerate(params):
-        param.grad = _direction(param, step, i)
 
 
 def _direction(param: Tensor, step: int, position: int) -> Tensor:
@@ -140,7 +117,8 @@ def train(optimizer: Any, params: Sequence[Tensor], steps: Iterable[int], drive:
     for step in steps:
         _seed(1000 * seed + step)
         if drive == "gradients":
-            set_gradients(params, step)
+            for position, param in enumerate(params):
+                param.grad = _direction(param, step, position)
             optimizer.step()
             continue
 
@@ -169,12 +147,12 @@ def start(optimizer: Any) -> Any:
     return optimizer
 
 
-def run_plain(subject: Subject, course: Course, steps: int = END, seed: int = 0) -> tuple[list[Parameter], Any]:
+def run_plain(subject: Subject, course: Course, steps: int = END, seed: int = 0) -> tuple[Model, Any]:
     torch.manual_seed(seed)
-    params = Model(course).params
-    optimizer = start(plain(subject, course, params))
-    train(optimizer, params, range(steps), course.drive, seed)
-    return params, optimizer
+    model = Model(course)
+    optimizer = start(plain(subject, course, model.params))
+    train(optimizer, model.params, range(steps), course.drive, seed)
+    return model, optimizer
 
 
 def through_a_file(value: Any) -> Any:
@@ -185,22 +163,18 @@ def through_a_file(value: Any) -> Any:
 
 
 def resume_plain(
-    subject: Subject,
-    course: Course,
-    weights: Sequence[Tensor],
-    state_dict: dict[str, Any],
-    only: Sequence[int] | None = None,
-) -> tuple[list[Parameter], Any]:
+    subject: Subject, course: Course, weights: Sequence[Tensor], state_dict: dict[str, Any]
+) -> tuple[Model, Any]:
     """A fresh plain optimizer over other weights, then loaded, then trained to the end."""
     torch.manual_seed(0)
-    params = Model(course, seed=7).params
-    optimizer = plain(subject, course, params, only)
+    model = Model(course, seed=7)
+    optimizer = plain(subject, course, model.params)
     with torch.no_grad():
-        for param, weight in zip(params, weights, strict=True):
+        for param, weight in zip(model.params, weights, strict=True):
             param.copy_(weight)
     optimizer.load_state_dict(state_dict)
-    train(start(optimizer), params, range(SAVED_AT, END), course.drive)
-    return params, optimizer
+    train(start(optimizer), model.params, range(SAVED_AT, END), course.drive)
+    return model, optimizer
 
 
 # --- what the plain class does by itself ----------------------------------------------------------------------------
@@ -213,15 +187,13 @@ def survey(rank: int, world_size: int, subject: Subject) -> Facts | str:
     course = find_course(subject)
     if isinstance(course, str):
         return course
-    params, _ = run_plain(subject, course)
-    is_random = differs(params, run_plain(subject, course, seed=1)[0])
-    wide = course._replace(dtype=torch.float64)
+    params = run_plain(subject, course)[0].params
+    is_random = differs(params, run_plain(subject, course, seed=1)[0].params)
     return Facts(
         course,
         moves=differs(params, Model(course).params),
-        takes_float64=not _problem(lambda: run_plain(subject, wide)),
+        takes_float64=not _problem(lambda: run_plain(subject, course._replace(dtype=torch.float64))),
         random=is_random,
-        coupled=None if is_random else _is_coupled(subject, course),
         resumes=_why_not_resumed(subject, course, params),
     )
 
@@ -241,9 +213,9 @@ def find_course(subject: Subject) -> Course | str:
     return problems[0]
 
 
-def _problem(run: Callable[[], tuple[list[Parameter], Any]]) -> str:
+def _problem(run: Callable[[], tuple[Model, Any]]) -> str:
     try:
-        params, _ = run()
+        params = run()[0].params
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "" if all(param.isfinite().all() for param in params) else "its weights are not finite after a few steps"
@@ -253,41 +225,11 @@ def differs(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
     return not all(torch.equal(one.detach(), other.detach()) for one, other in zip(ours, theirs, strict=True))
 
 
-def _is_coupled(subject: Subject, course: Course) -> bool | None:
-    """Whether a parameter that is trained alone ends elsewhere, at its learning rate or at one that hides nothing."""
-    if course.drive != "gradients":
-        return None
-
-    def run(least_rate: float, only: Sequence[int] | None) -> list[Parameter]:
-        torch.manual_seed(0)
-        params = Model(course).params
-        optimizer = start(plain(subject, course, params, only))
-        for group in optimizer.param_groups:
-            rate = group.get("lr")
-            if isinstance(rate, Tensor):
-                group["lr"] = rate.clamp(min=least_rate)
-            elif isinstance(rate, float):
-                group["lr"] = max(rate, least_rate)
-        train(optimizer, params, range(END), course.drive)
-        return params
-
-    try:
-        for least_rate in (0.0, 0.25):
-            together = run(least_rate, None)
-            alone = [run(least_rate, [position])[position] for position in range(len(together))]
-            if differs(alone, together):
-                return True
-    except Exception:
-        return None
-    return False
-
-
 def _why_not_resumed(subject: Subject, course: Course, uninterrupted: Sequence[Tensor]) -> str:
     half, optimizer = run_plain(subject, course, SAVED_AT)
     try:
-        resumed, _ = resume_plain(subject, course, half, through_a_file(optimizer.state_dict()))
+        resumed, _ = resume_plain(subject, course, half.params, through_a_file(optimizer.state_dict()))
     except Exception as error:
         return f"its own state dict cannot be loaded ({type(error).__name__}: {error})"
-    return (
-        "its own state dict lacks something: a fresh one goes on otherwise" if differs(resumed, uninterrupted) else ""
-    )
+    lacks = "its own state dict lacks something: a fresh one goes on otherwise"
+    return lacks if differs(resumed.params, uninterrupted) else ""
