@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +60,7 @@ def halve(t: Trial) -> None:
 
 
 BACKWARD, IN_NO_SYNC = Backward(), Backward(sync=False)
+ITERATION = (ZeroGrad(), BACKWARD, Step())
 ROUTES = {
     "a forward before zero_grad": (BACKWARD, forward, ZeroGrad(), backward_of_it),
     "a forward that adds": (BACKWARD, forward, backward_of_it),
@@ -75,16 +75,15 @@ ROUTES = {
 
 def routes(rank: int, world: int, as_view: bool) -> None:
     for name, route in ROUTES.items():
-        for rebuilt in BOTH:  # whether DDP has its later buckets already
-            t = trial(world, "under DDP", gradient_views=as_view)
-            t.exact = False
-            try:
-                do(t, *((ZeroGrad(), BACKWARD, Step()) * 2 if rebuilt else ()), ZeroGrad(), *route)
-                t._compare_gradients()
-                do(t, Step(), ZeroGrad(), BACKWARD, Step())
-            except Exception as error:
-                error.add_note(f"{name}, {rebuilt=}")
-                raise
+        t = trial(world, "under DDP", gradient_views=as_view)
+        t.exact = False
+        try:
+            do(t, *(ITERATION * 2 if forward not in route else ()), ZeroGrad(), *route)
+            t._compare_gradients()
+            do(t, Step(), *ITERATION)
+        except Exception as error:
+            error.add_note(name)
+            raise
 
 
 @pytest.mark.parametrize("as_view", BOTH)
@@ -93,16 +92,15 @@ def test_gradients_are_ddps_whatever_was_done_before_the_reduction(as_view):
 
 
 def far_behind(rank: int, world: int) -> None:
-    for as_view in BOTH:
-        t = trial(world, "under DDP", gradient_views=as_view)
-        do(t, AddGroup(), ZeroGrad(), BACKWARD, Step(), ZeroGrad())  # (what no optimizer has, DDP itself waits for)
-        for number in range(2):
-            t.plain.backward(BACKWARD, 10 + number)
-            time.sleep(6 if rank == 1 and number == 0 else 0)
-            t.ours.backward(BACKWARD, 10 + number)
-        t.exact = False
-        t._compare_gradients()
-        do(t, Step())
+    t = trial(world, "under DDP", gradient_views=True)
+    do(t, AddGroup(), *ITERATION, ZeroGrad())  # (what no optimizer has, DDP itself waits for)
+    for number in range(2):
+        t.plain.backward(BACKWARD, 10 + number)
+        time.sleep(6 if rank == 1 and number == 0 else 0)
+        t.ours.backward(BACKWARD, 10 + number)
+    t.exact = False
+    t._compare_gradients()
+    do(t, Step())
 
 
 @pytest.mark.long
@@ -121,18 +119,26 @@ def freeze(t: Trial, *names: str) -> None:
             param.requires_grad_(not name.startswith(names))
 
 
+def step(t: Trial) -> None:
+    """As ``Step``, which allows no step to write to what is frozen: one that holds a gradient decays."""
+    if not t.config.steps_in_backward:
+        t.plain.step()
+    t.ours.step()
+    t._compare_weights()
+
+
 def frozen_in_place(rank: int, world: int, mode: str, as_view: bool) -> None:
     options: dict[str, Any] = {"shard": "tensor", "cap": 0.0003, "find_unused": True, "gradient_views": as_view}
     t = trial(world, mode, **options)
     t.exact = False
     some = Backward(skip=(1,), only=0)
-    do(t, ZeroGrad(), BACKWARD, Step())
+    do(t, *ITERATION)
     freeze(t, "branches.0", "after.bias")
-    do(t, ZeroGrad(set_to_none=False), BACKWARD, Step(), ZeroGrad(), some, Step())
+    do(t, ZeroGrad(set_to_none=False), BACKWARD, step, ZeroGrad(), some, Step())
     freeze(t, "branches", "before", "after")  # one number is left: two ranks have nothing to update
-    do(t, ZeroGrad(), BACKWARD, Step(), ZeroGrad(), Uneven((1, 2)))
+    do(t, *ITERATION, ZeroGrad(), Uneven((1, 2)))
     freeze(t, "branches.2")
-    do(t, ZeroGrad(), some, Step(), ZeroGrad(), BACKWARD, Step())
+    do(t, ZeroGrad(), some, Step(), *ITERATION)
 
 
 @pytest.mark.parametrize("as_view", BOTH)
@@ -166,16 +172,7 @@ def scaled(side: Side, number: int) -> None:
     side.scaler.update()
 
 
-def skipping(side: Side, number: int) -> None:
-    """As long as every rank has inputs, a step may be skipped and gradients added up."""
-    side.backward(BACKWARD, number)
-    if number != 1:
-        side.step()
-        side.zero_grad()
-
-
 def joined(rank: int, world: int, mode: str, loop: Callable[[Side, int], None], with_ours: bool) -> None:
-    counts = (4, 4, 4) if loop is skipping else (2, 0, 5)
     for by_initial in BOTH:
         t = trial(world, mode)
         t.exact = False
@@ -184,7 +181,7 @@ def joined(rank: int, world: int, mode: str, loop: Callable[[Side, int], None], 
             scheduler = ExponentialLR(side.optimizer, 1.0 if t.config.steps_in_backward else 0.8)
             joinables = side.joinables() if with_ours else [side.wrapped]
             with Join(joinables, divide_by_initial_world_size=by_initial):
-                for number in range(counts[rank]):
+                for number in range((2, 0, 5)[rank]):
                     loop(side, number)
                     scheduler.step()
         t._spread_plain(2)
@@ -197,7 +194,6 @@ def joined(rank: int, world: int, mode: str, loop: Callable[[Side, int], None], 
     [
         ("under DDP", clipped, True),
         ("under DDP", scaled, True),
-        ("under DDP", skipping, True),
         ("hook", plainly, True),
         ("interleaved", plainly, False),  # the optimizer need not be in the context
         ("interleaved scattering", plainly, True),
@@ -208,27 +204,16 @@ def test_uneven_inputs_end_in_the_weights_of_ddps_join(mode, loop, with_ours):
     run_ranks(joined, 3, mode, loop, with_ours, timeout=40, pg_timeout=10)
 
 
-def wrong_in_join(rank: int, world: int, no_sync: bool | None) -> str:
-    """Two backwards for a step; ``no_sync`` None: one, but the optimizer is not in the context."""
+def without_the_optimizer(rank: int, world: int) -> str:
     t = trial(world, "under DDP")
 
     def train() -> None:
-        with Join([t.ours.wrapped] if no_sync is None else t.ours.joinables()):
-            for number in range(4 if rank else 2):
-                with t.ours.no_sync() if no_sync and number % 2 == 0 else nullcontext():
-                    t.ours.loss(BACKWARD, number).backward()
-                if no_sync is None or number % 2:
-                    t.ours.step()
-                    t.ours.zero_grad()
+        with Join([t.ours.wrapped]):
+            for number in range(1 + rank):
+                plainly(t.ours, number)
 
-    return str(error_of(train, "wrong use in a Join context"))
+    return str(error_of(train, "DDP alone in a Join context"))
 
 
-@pytest.mark.parametrize(
-    ("no_sync", "words"),
-    [(None, "Use Join([ddp, optimizer])"), (False, "Do not accumulate gradients")],
-    ids=["the optimizer is missing", "accumulation"],
-)
-def test_what_a_join_context_cannot_have_is_told(no_sync, words):
-    told = run_ranks(wrong_in_join, 2, no_sync, pg_timeout=3, fresh=True)
-    assert words in told[0]
+def test_an_optimizer_that_is_not_in_the_join_context_is_missed():
+    assert "Use Join([ddp, optimizer])" in run_ranks(without_the_optimizer, 2, pg_timeout=3, fresh=True)[0]
