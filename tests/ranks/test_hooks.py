@@ -410,6 +410,21 @@ def test_ddp_over_one_dimension_of_the_optimizers_mesh_is_refused():
     run_ranks(over_one_dimension, 4)
 
 
+def turned(rank: int, world: int) -> None:
+    """DDP reads buckets in the new format that it has filled in the old one."""
+    for connect in (partial(stepping, hook="interleaved", inner=allreduce_hook), under_ddp):
+        layers = nn.Unflatten(1, (4, 2, 2)), nn.Conv2d(4, 6, 2, padding=1)
+        ddp = DDP(nn.Sequential(*layers).double().to(memory_format=torch.channels_last))
+        optimizers = connect(ddp)
+        ddp.module.to(memory_format=torch.contiguous_format)
+        error = error_of(loss_of(ddp, rank, 0).backward, str(optimizers))
+        assert "a memory format was changed" in str(error)
+
+
+def test_a_memory_format_that_is_changed_after_all_was_built_is_told():
+    run_ranks(turned, 2)
+
+
 def reported(rank: int, world: int) -> None:
     ddp = DDP(Residual())
     (optimizer,) = stepping(ddp, "interleaved", allreduce_hook)
