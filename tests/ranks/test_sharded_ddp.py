@@ -121,7 +121,7 @@ def freeze(t: Trial, *names: str) -> None:
 
 
 def step(t: Trial) -> None:
-    """As ``Step``, which allows no step to write to what is frozen: one that holds a gradient decays."""
+    """As ``Step``, but what is frozen and holds a gradient may be written to."""
     if not t.config.steps_in_backward:
         t.plain.step()
     t.ours.step()
@@ -135,6 +135,7 @@ def frozen_in_place(rank: int, world: int, mode: str, as_view: bool) -> None:
     some = Backward(skip=(1,), only=0)
     do(t, *ITERATION)
     freeze(t, "branches.0", "after.bias")
+    do(t, BACKWARD, BACKWARD, step)  # they hold their last gradients
     do(t, ZeroGrad(set_to_none=False), BACKWARD, step, ZeroGrad(), some, Step())
     freeze(t, "branches", "before", "after")  # one number is left: two ranks have nothing to update
     do(t, *ITERATION, ZeroGrad(), Uneven((1, 2)))
@@ -145,7 +146,7 @@ def frozen_in_place(rank: int, world: int, mode: str, as_view: bool) -> None:
 @pytest.mark.parametrize("as_view", BOTH)
 @pytest.mark.parametrize("mode", ["hook", "interleaved", "under DDP", "hook scattering", "interleaved scattering"])
 def test_parameters_that_are_frozen_while_ddp_goes_on_knowing_them_hold_up_nothing(mode, as_view):
-    """With find_unused_parameters DDP hands them over, as unused ones. One that holds zeros decays, as in torch."""
+    """With find_unused_parameters DDP hands them over. What holds a gradient is stepped, as in torch."""
     run_ranks(frozen_in_place, 3, mode, as_view, timeout=40, pg_timeout=10)
 
 
