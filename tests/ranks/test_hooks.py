@@ -32,7 +32,7 @@ from torch.optim import SGD, AdamW
 from torch.utils.checkpoint import checkpoint
 
 import shardstep
-from shardstep import ShardedGradient, ZeroRedundancyOptimizer, reduce_scatter_hook, shard_ddp_gradients
+from shardstep import ZeroRedundancyOptimizer, reduce_scatter_hook, shard_ddp_gradients
 from tests.harness import run_ranks
 from tests.meshes import mesh_of
 from tests.oracle import assert_same, error_of, values_of
@@ -336,27 +336,6 @@ def connected(rank: int, world: int) -> None:
 
 def test_hooks_train_as_ddp_however_they_are_connected():
     run_ranks(connected, 4)
-
-
-def found(rank: int, world: int) -> None:
-    """transformers' Trainer has the module inside, Fabric one around it, Accelerate wraps the optimizer."""
-    from accelerate import Accelerator
-
-    for way in ("inside", "around", "optimizer"):
-        ddp = DDP(Residual())
-        optimizer = ZeroRedundancyOptimizer(ddp.parameters(), SGD, lr=0.1)
-        given = {"inside": ddp.module, "around": nn.Sequential(ddp), "optimizer": ddp}[way]
-        wrapped = Accelerator(cpu=True).prepare(optimizer) if way == "optimizer" else optimizer
-        for iteration in range(2):  # a framework may begin to train again
-            shard_ddp_gradients(given, wrapped)
-            loss_of(ddp, rank, iteration).backward()
-            assert all(isinstance(param.grad, ShardedGradient) for param in ddp.parameters()), way
-            wrapped.step()
-        optimizer.check_replicas()
-
-
-def test_ddp_and_optimizer_are_found_in_and_around_what_frameworks_hand_out():
-    run_ranks(found, 2)
 
 
 class Spectral(nn.Module):
