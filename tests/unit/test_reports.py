@@ -22,13 +22,6 @@ def test_a_parameter_is_present_if_any_rank_has_it():
     assert reports.present_anywhere([*told, reports.report(0, 0, None, 3)], 3) == [True] * 3
 
 
-def test_the_longest_bucket_there_can_be_fits_into_a_message():
-    """25 MiB of parameters of one element, each on a boundary of 64 bytes."""
-    from shardstep.comm import host_channel
-
-    assert reports.report_bytes(25 * 2**20 // 64) <= host_channel._MOST_BYTES
-
-
 def test_iterations_are_told_apart_also_when_their_numbers_begin_again():
     told = [reports.report(number, 0, None, 1) for number in (250, 251, 252)]
     assert reports.distances(told, 251) == [250, 0, 1]
