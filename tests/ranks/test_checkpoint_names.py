@@ -6,6 +6,7 @@ every rank, and have few bits, so that their mean over any number of ranks is ex
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -167,13 +168,14 @@ def strict(rank: int, world: int, root: Path) -> list[str]:
 
 def test_a_strict_load_lists_everything_that_does_not_match_and_changes_nothing_on_any_rank(root):
     for text in {text for told in run_ranks(strict, 3, root) for text in told}:
-        parts = (text.split(f"{kind}: ")[1] for kind in ("missing in the checkpoint", "unexpected", "wrongly shaped"))
-        missing, unexpected, misshapen = (part.split(";")[0].replace(",", " ") for part in parts)
-        assert {"new", "newer"} <= set(missing.split()), text
-        assert not {"a", "c", "d", "e"} & set(missing.split()), text
-        assert "b" in unexpected.replace(".", " ").split(), text
+        kinds = ("missing in the checkpoint", "unexpected")
+        missing, unexpected = (text.split(f"{kind}: ")[1].split(";")[0].replace(",", " ").split() for kind in kinds)
+        assert {"new", "newer"} <= set(missing), text
+        assert not {"a", "c", "d", "e"} & set(missing), text
+        assert "b" in unexpected, text
         for name, was, now in (("c", (30, 29), (31, 29)), ("d", (7, 5, 3), (5, 7, 3)), ("e", (), (5,))):
-            assert f"{name} (saved as {was}  is {now})".replace(",", " ") in misshapen, text
+            shapes = re.escape(str(was)), re.escape(str(now))
+            assert re.search(rf"\b{name} \(saved (as|for) {shapes[0]}, is {shapes[1]}\)", text), text
         assert "strict=False" in text
 
 
