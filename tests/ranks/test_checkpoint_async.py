@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from shardstep import checkpoint
+from tests.checkpoints import LARGE, Weights, assert_holds, sharded, step
 from tests.harness import run_ranks
-from tests.ranks.test_checkpoint_faults import LARGE, SMALL, Weights, assert_holds, sharded, step
 from tests.surroundings import full_disk
 
 MODES: dict[str, dict[str, Any]] = {
@@ -30,17 +30,10 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-def trained(steps: int, shapes: Any = SMALL, **options: Any) -> tuple[Weights, Any]:
-    model = Weights(shapes)
-    optimizer = sharded(model, **options)
-    step(model, optimizer, range(steps))
-    return model, optimizer
-
-
 def scribble(rank: int, world: int, parent: Path) -> None:
     """Overwrite, right after the call, all memory that was saved."""
     for mode, options in MODES.items():
-        model, optimizer = trained(1, LARGE, **options)
+        model, optimizer = sharded(1, Weights(LARGE), **options)
         extra = {"step": 1, "list": [1, 2], "tensor": torch.ones(3)}
         handle = checkpoint.save(parent / mode, optimizer, model, extra, asynchronous=True)
         with torch.no_grad():
@@ -65,7 +58,7 @@ def test_memory_that_is_overwritten_right_after_the_call_is_not_in_the_checkpoin
 
 def stop_and_go_on(rank: int, world: int, parent: Path) -> None:
     """Rank 1 stands still in the middle of the save. Rank 0 waits for a while, and again; then it goes on."""
-    model, optimizer = trained(1, LARGE)
+    model, optimizer = sharded(1, Weights(LARGE))
     pids: list[Any] = [None] * world
     dist.all_gather_object(pids, os.getpid())
     handle = checkpoint.save(parent / "c", optimizer, model, {"step": 1}, asynchronous=True)
@@ -91,30 +84,9 @@ def test_waiting_has_a_timeout_and_the_save_goes_on(tmp_path):
     assert_holds(tmp_path / "c", 1, LARGE)
 
 
-def save_in_a_row(rank: int, world: int, parent: Path) -> None:
-    model, optimizer = trained(0)
-    names = ("step1", "step2", "step3", "step4", "step5", "step3")
-    handles: list[checkpoint.SaveHandle] = []
-    for number, name in enumerate(names, start=1):
-        step(model, optimizer, range(number - 1, number))
-        options: dict[str, Any] = {"asynchronous": number != 4, "keep": 4 if number == 6 else None}
-        handles.append(checkpoint.save(parent / name, optimizer, model, {"step": number}, **options))
-        assert all(handle.done() for handle in handles[:-1]), "the next save waits for the one before"
-    handles[-1].wait()
-
-
-def test_saves_in_a_row_wait_for_each_other_and_keep_the_newest(tmp_path):
-    run_ranks(save_in_a_row, 2, tmp_path)
-    expected = {"step2": 2, "step4": 4, "step5": 5, "step3": 6}
-    assert set(os.listdir(tmp_path)) == set(expected)
-    for name, steps in expected.items():
-        assert_holds(tmp_path / name, steps)
-    assert checkpoint.latest(tmp_path) == tmp_path / "step3"
-
-
 def load_while_saving(rank: int, world: int, parent: Path) -> None:
     """A load, a consolidation and another optimizer's save do not meet what goes on in the background."""
-    (model, optimizer), (other, others) = trained(1, LARGE), trained(1)
+    (model, optimizer), (other, others) = sharded(1, Weights(LARGE)), sharded(1)
     checkpoint.save(parent / "first", optimizer, model, {"step": 1})
     step(model, optimizer, range(1, 2))
     handle = checkpoint.save(parent / "second", optimizer, model, {"step": 2}, asynchronous=True)
@@ -136,7 +108,7 @@ def test_loads_and_other_saves_while_one_goes_on(tmp_path):
 
 def fail_in_the_background(rank: int, world: int, parent: Path, asked: int | None) -> None:
     """The handle tells the error as often as it is asked. The next save tells it if no rank has asked."""
-    model, optimizer = trained(1)
+    model, optimizer = sharded(1)
     with full_disk(rank == 1):
         handle = checkpoint.save(parent / "c", optimizer, model, {"step": 1}, asynchronous=True)
         while not handle.done():
@@ -169,7 +141,7 @@ def test_an_error_in_the_background_is_told_by_the_handle_or_by_the_next_save_on
 
 def leave(rank: int, world: int, parent: Path) -> None:
     """The last line of the program is a save; nobody waits. (The harness then leaves the group, as programs do.)"""
-    model, optimizer = trained(1, LARGE)
+    model, optimizer = sharded(1, Weights(LARGE))
     checkpoint.save(parent / "first", optimizer, model, {"step": 1})
     step(model, optimizer, range(1, 2))
     checkpoint.save(parent / "c", optimizer, model, {"step": 2}, asynchronous=True)
@@ -183,28 +155,3 @@ def test_a_program_that_ends_right_after_the_call_has_saved_or_says_what_is_lost
     else:
         assert str(tmp_path / "c") in told, f"{sorted(os.listdir(tmp_path))}, and not a word: {told}"
     assert_holds(tmp_path / "first", 1, LARGE)
-
-
-def leave_and_wait(rank: int, world: int, parent: Path) -> str:
-    """Whoever leaves the group and then asks is told the truth."""
-    model, optimizer = trained(1, LARGE)
-    handle = checkpoint.save(parent / "c", optimizer, model, {"step": 1}, asynchronous=True)
-    dist.destroy_process_group()
-    try:
-        handle.wait(30)
-    except TimeoutError:
-        return "hangs"
-    except Exception:
-        return "failed"
-    finally:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the harness leaves it
-    return "saved"
-
-
-def test_a_group_that_is_left_while_the_save_goes_on(tmp_path):
-    told = run_ranks(leave_and_wait, 2, tmp_path, pg_timeout=5, fresh=True)
-    if (tmp_path / "c").exists():
-        assert told == ["saved", "saved"]
-        assert_holds(tmp_path / "c", 1, LARGE)
-    else:
-        assert told == ["failed", "failed"]

@@ -10,100 +10,34 @@ import os
 import random
 import re
 import shutil
-import signal
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep import checkpoint
 from shardstep.checkpoint import CheckpointError
+from tests.checkpoints import LARGE, Weights, assert_holds, die_before, everything_in, plain, sharded, step
 from tests.harness import run_ranks
 from tests.oracle import assert_same
 from tests.surroundings import full_disk
-from tests.twins import values
 
 RANKS = 3
-# Pieces of the first two are cut in the middle of rows, also on three ranks.
-SMALL = ((96, 130), (41, 200), (7, 5), (3,), ())
-LARGE = ((900, 1000), (50,), (300, 1000))  # 29 MB with AdamW's state: a save takes some 50 ms
-
-
-class Weights(nn.Module):
-    """Nothing but parameters."""
-
-    def __init__(self, shapes: Sequence[Sequence[int]] = SMALL) -> None:
-        super().__init__()
-        for position, shape in enumerate(shapes):
-            self.register_parameter(f"w{position}", nn.Parameter(values(shape, 100 + position)))
-
-
-def sharded(model: nn.Module, **options: Any) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2, **options)
-
-
-def step(model: nn.Module, optimizer: torch.optim.Optimizer, numbers: range) -> None:
-    """Steps with gradients that are cheap, and others for every step and parameter."""
-    for number in numbers:
-        optimizer.zero_grad()
-        for position, param in enumerate(model.parameters()):
-            param.grad = (param.detach() + number * 0.7 + position).sin()
-        optimizer.step()
-
-
-def assert_holds(path: Path, steps: int | Sequence[int], shapes: Sequence[Sequence[int]] = SMALL) -> int:
-    """A checkpoint is whole, of this number of steps, and everything in it is right."""
-    checkpoint.verify(path)
-    model, expected = Weights(shapes), Weights(shapes)
-    optimizer, plain = (torch.optim.AdamW(one.parameters(), lr=1e-2) for one in (model, expected))
-    found = checkpoint.load(path, optimizer, model)["step"]
-    assert found in (steps if isinstance(steps, Sequence) else [steps]), f"{path} is of step {found}"
-    step(expected, plain, range(found))
-    assert_same(dict(model.state_dict()), dict(expected.state_dict()), str(path))
-    assert_same(optimizer.state_dict(), plain.state_dict(), str(path))
-    return found
-
-
-def everything_in(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Any:
-    """All that a load changes, copied. Collective."""
-    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-    states = [dict(optimizer.full_state(param)) for param in model.parameters()]
-    return [param.detach().clone() for param in model.parameters()], states, options
-
 
 # --- kill -9 in the middle of a save ----------------------------------------------------------------------------------
-
-DISK_EVENTS = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir", "shutil.rmtree", "os.scandir", "os.truncate")
-
-
-def die_before(touch: float, below: Path) -> list[int]:
-    """Kill this process before it touches the disk there for the n-th time. Returns a list with the count so far."""
-    touches = [0]
-
-    def noticed(event: str, arguments: Any) -> None:
-        if event in DISK_EVENTS and str(below) in str(arguments):
-            if touches[0] >= touch:
-                os.kill(os.getpid(), signal.SIGKILL)
-            touches[0] += 1
-
-    sys.addaudithook(noticed)
-    return touches
 
 
 def save_and_be_killed(rank: int, world: int, parent: Path, victim: int, touch: float, outcome: Path) -> int:
     """Resume, make a step, replace the checkpoint; meanwhile the victim is killed. Returns its touches of the disk."""
-    model = Weights()
     # The optimizer's group has a short time-out. Barriers of the other one let no rank fall behind on a busy machine.
     hasty = dist.new_group(timeout=timedelta(seconds=2))
-    optimizer = sharded(model, process_group=hasty)
+    model, optimizer = sharded(0, process_group=hasty)
     found = checkpoint.resume(parent, optimizer, model)
     steps = found[1]["step"] if found else 0
     step(model, optimizer, range(steps, steps + 1))
@@ -147,8 +81,7 @@ def test_a_rank_that_is_killed_in_a_save_leaves_a_complete_checkpoint_and_the_ot
 
 def save_two(rank: int, world: int, parent: Path) -> None:
     """Checkpoints of step 1 and 2, and one of step 2 that DCP itself has written."""
-    model = Weights()
-    optimizer = sharded(model)
+    model, optimizer = sharded(0)
     for number, name in ((1, "old"), (2, "new")):
         step(model, optimizer, range(number - 1, number))
         checkpoint.save(parent / name, optimizer, model, {"step": number, "note": "x" * 50})
@@ -189,9 +122,7 @@ DAMAGE: dict[str, Callable[[Path], Any]] = {
 
 def load_damaged(rank: int, world: int, two: Path, name: str, work: Path) -> None:
     """Every case on the same, trained optimizer."""
-    model = Weights()
-    optimizer = sharded(model)
-    step(model, optimizer, range(77, 78))
+    model, optimizer = sharded(5)
     before = everything_in(model, optimizer)
     for file in ("__1_0.distcp", ".metadata", *(["shardstep.json"] if name == "new" else [])):
         for kind, damage in list(DAMAGE.items())[: 4 if name == "dcp" else None]:
@@ -210,9 +141,9 @@ def load_damaged(rank: int, world: int, two: Path, name: str, work: Path) -> Non
             assert_same(everything_in(model, optimizer), before, f"{file}, {kind}: the optimizer has changed")
             if name == "new":
                 assert checkpoint.latest(path.parent) == path.parent / "old"
-                fresh = Weights()
+                fresh, optimizer_of_fresh = sharded(0)
                 with pytest.warns(UserWarning, match=f"skipped because it cannot be read: .*{re.escape(str(path))}"):
-                    found = checkpoint.resume(path.parent, sharded(fresh), fresh)
+                    found = checkpoint.resume(path.parent, optimizer_of_fresh, fresh)
                 assert found is not None
                 assert (found[0], found[1]["step"]) == (path.parent / "old", 1)
     if name == "dcp":
@@ -226,9 +157,7 @@ def test_a_damaged_file_is_named_on_every_rank_nothing_changes_and_resume_takes_
 
 def load_where_one_rank_sees_another_directory(rank: int, world: int, two: Path, work: Path) -> None:
     """As on hosts with file systems of their own: on rank 1 the checkpoint is missing, damaged, or another one."""
-    model = Weights()
-    optimizer = sharded(model)
-    step(model, optimizer, range(77, 78))
+    model, optimizer = sharded(5)
     before = everything_in(model, optimizer)
     mine = work / str(rank)
     for kind in ("missing", "damaged", "old"):
@@ -266,9 +195,7 @@ def listing(parent: Path) -> list[str]:
 
 
 def fail_to_save(rank: int, world: int, parent: Path, asynchronous: bool) -> None:
-    model = Weights()
-    optimizer = sharded(model)
-    step(model, optimizer, range(1))
+    model, optimizer = sharded(1)
     checkpoint.save(parent / "first", optimizer, model, {"step": 1})
     step(model, optimizer, range(1, 2))
     for culprit in range(world):
@@ -290,8 +217,7 @@ def test_an_error_on_one_rank_undoes_the_save_on_all(asynchronous, tmp_path):
 
 
 def save_where_it_cannot_be(rank: int, world: int, parent: Path) -> None:
-    model = Weights()
-    optimizer = sharded(model)
+    model, optimizer = sharded(0)
     (parent / "a file").touch()
     for name in ("mine", "empty"):
         (parent / name).mkdir(exist_ok=True)
@@ -326,9 +252,7 @@ def save_beside_another_job(rank: int, world: int, path: Path) -> None:
     store = dist.distributed_c10d._get_default_store()
     dist.destroy_process_group()
     for number in range(3):
-        model = Weights(LARGE)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        step(model, optimizer, range(1 + rank))
+        model, optimizer = plain(1 + rank, Weights(LARGE))
         meet(store, f"round {number}", world)
         checkpoint.save(path, optimizer, model, {"step": 1 + rank})
         meet(store, f"done {number}", world)

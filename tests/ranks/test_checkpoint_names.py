@@ -204,25 +204,6 @@ def test_a_lenient_load_takes_what_fits_by_name_and_starts_the_rest_empty(root):
     run_ranks(lenient, 2, root)
 
 
-def lenient_through_dcp(rank: int, world: int, root: Path) -> None:
-    """strict=False with DCP's own partial load: places that nothing was loaded into start empty."""
-    expected = states_of(*oracle_after(SAVED_AT))
-    for kind in MODES:
-        model = Named({**{name: SHAPES[name] for name in "eca"}, "new": (9, 4)}, seed=500)
-        optimizer = sharded(model, ({"of": ["new", "c"]}, {"of": "ae"}), **kind)
-        form = optimizer.sharded_state_dict(model)
-        planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-        dcp.load({"optim": {"state": form["state"]}}, checkpoint_id=root / "trained", planner=planner)
-        optimizer.load_sharded_state_dict(form, model, strict=False)
-        found = states_of(model, optimizer)
-        assert found.pop("new") == {}, kind
-        assert_same(found, {name: expected[name] for name in found}, str(kind))
-
-
-def test_places_that_nothing_was_loaded_into_start_empty(root):
-    run_ranks(lenient_through_dcp, 2, root)
-
-
 # --- whose names ------------------------------------------------------------------------------------------------------
 
 

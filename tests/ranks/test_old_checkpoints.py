@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardstep import checkpoint
 from shardstep.tools import cli
+from tests.checkpoints import once
 from tests.fixtures.scenarios import END, EXTRA, MODES, SAVED, SAVED_AT, SCENARIOS, Program
 from tests.harness import run_ranks
 from tests.oracle import assert_same, error_of
-from tests.ranks.test_checkpoint import LIMITS, once
 from tests.versions import with_muon_if_there
 
 FULL, MARKED = (SAVED / "consolidated-3" / f"{kept}.state" for kept in ("full", "marked"))  # of rank 1, and of another
@@ -156,4 +156,4 @@ def load_all(rank: int, world: int, oracles: Path, modes: tuple[str, ...]) -> No
 )
 def test_it_loads_in_every_mode_and_training_goes_on_as_if_never_interrupted(oracles, world, modes):
     assert set(modes) <= set(MODES)
-    run_ranks(load_all, world, oracles, modes, **LIMITS)
+    run_ranks(load_all, world, oracles, modes)
