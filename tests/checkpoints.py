@@ -5,6 +5,7 @@ All ranks have the same gradients, so everything is compared bit by bit.
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import sys
@@ -64,10 +65,10 @@ def plain(steps: int, model: Weights | None = None, **options: Any) -> tuple[Wei
 
 def everything_in(model: nn.Module, optimizer: Any) -> Any:
     """All that a load changes, copied. Collective if the optimizer is sharded."""
-    state_of = optimizer.full_state if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer.state.__getitem__
-    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    states = [{key: value.clone() for key, value in state_of(param).items()} for param in model.parameters()]
-    return weights, states, [{**group, "params": None} for group in optimizer.param_groups]
+    state_of = optimizer.full_state if isinstance(optimizer, ZeroRedundancyOptimizer) else optimizer.state.get
+    states = [dict(state_of(param) or {}) for group in optimizer.param_groups for param in group["params"]]
+    options = [{**group, "params": len(group["params"])} for group in optimizer.param_groups]
+    return copy.deepcopy((dict(model.state_dict()), states, options))
 
 
 def assert_holds(path: Path, steps: int | Sequence[int], shapes: Shapes = SMALL) -> int:

@@ -183,28 +183,3 @@ def test_masters_reach_the_loss_of_float32_and_without_them_it_stays_behind() ->
     exact = loss["float32"]
     assert loss["bfloat16, float32 masters"] == loss['bfloat16, "remainder"'] == pytest.approx(exact, abs=0.005)
     assert loss["bfloat16, no masters"] > exact + 0.05
-
-
-# --- what can be wrong ------------------------------------------------------------------------------------------------
-
-
-def refusal_of(name: str, *arguments: str, capsys: pytest.CaptureFixture) -> str:
-    with pytest.raises(SystemExit) as ended:
-        run_in_this_process(name, *arguments)
-    assert ended.value.code == 2
-    return capsys.readouterr().err
-
-
-def test_wrong_use_is_told_in_one_line_by_one_rank_before_ranks_meet(tmp_path: Path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(ROOT)
-    monkeypatch.delenv("RANK", raising=False)
-    for name in WITH_TORCHRUN:
-        command = f"torchrun --standalone --nproc-per-node 2 examples/{name}"
-        assert refusal_of(name, capsys=capsys) == f"{name} needs one process per rank; start it with:\n    {command}\n"
-    said = refusal_of("generate.py", "--checkpoints", str(tmp_path), capsys=capsys)
-    assert said == f"no checkpoint in {tmp_path}; train_gpt.py makes some\n"
-    for rank in ("0", "1"):
-        for name, value in {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"}.items():
-            monkeypatch.setenv(name, value)
-        said = refusal_of("train_gpt.py", "--batch-size", "2", capsys=capsys)
-        assert said == ("--batch-size 2 must be at least one sequence per rank\n" if rank == "0" else "")

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from shardstep import checkpoint
 from shardstep.tools import cli
-from tests.checkpoints import once
+from tests.checkpoints import everything_in, once
 from tests.fixtures.scenarios import END, EXTRA, MODES, SAVED, SAVED_AT, SCENARIOS, Program
 from tests.harness import run_ranks
 from tests.oracle import assert_same, error_of
@@ -38,19 +38,19 @@ def read_by_torch(directory: Path, to: Path) -> dict[str, Any]:
 
 
 def compute_oracles(root: Path) -> None:
-    """For every fixture, what torch finds in it and what the plain optimizer makes of it."""
+    """For every fixture: what torch finds in it, and the plain optimizer with that, before and after further steps."""
     found = {name: read_by_torch(SAVED / name, root / "read.pt") for name in SCENARIOS}
     for name, form in found.items():
-        saved = {"model": found[SAME]["model"], **form}
-        expected = {"form": form, "saved": saved}
+        expected = {"form": form, "model": found[SAME]["model"]} | form
         if SCENARIOS[name].optimizer is not None:  # (Muon, in older versions of torch)
             program = Program(name, None, seed=500)
-            program.model.load_state_dict(saved["model"])
-            program.optimizer.load_state_dict(copy.deepcopy(saved["optim"]))  # names in the place of numbers
+            program.model.load_state_dict(expected["model"])
+            program.optimizer.load_state_dict(copy.deepcopy(form["optim"]))  # names in the place of numbers
             if program.scheduler is not None:
-                program.scheduler.load_state_dict(saved["extra"]["scheduler"])
+                program.scheduler.load_state_dict(form["extra"]["scheduler"])
+            expected["saved"] = everything_in(program.model, program.optimizer)
             program.train(SAVED_AT, END)
-            expected["resumed"] = program.weights()
+            expected["end"] = everything_in(program.model, program.optimizer)
         torch.save(expected, root / f"{name}.pt")
 
 
@@ -107,21 +107,20 @@ def unlike(name: str, mode: str | None) -> Program:
 
 def load_and_go_on(name: str, mode: str | None, expected: dict[str, Any], claim: str) -> None:
     """With ``mode`` None the plain optimizer does. Collective otherwise."""
-    program, saved = unlike(name, mode), expected["saved"]
+    program = unlike(name, mode)
     extra = checkpoint.load(SAVED / name, program.optimizer, program.model if program.scenario.named else None)
-    assert_same(extra, saved.get("extra", {}), f"{claim}: extra")
+    assert_same(extra, expected.get("extra", {}), f"{claim}: extra")
     if not program.scenario.named:
-        program.model.load_state_dict(saved["model"])
+        program.model.load_state_dict(expected["model"])
     if program.scheduler is not None:
         program.scheduler.load_state_dict(extra["scheduler"])
     check_and_go_on(program, expected, claim)
 
 
 def check_and_go_on(program: Program, expected: dict[str, Any], claim: str) -> None:
-    assert_same(program.weights(), expected["saved"]["model"], f"{claim}: weights")
-    assert_same(program.state(), expected["saved"]["optim"], f"{claim}: state")
+    assert_same(everything_in(program.model, program.optimizer), expected["saved"], claim)
     program.train(SAVED_AT, END)
-    assert_same(program.weights(), expected["resumed"], f"{claim}: weights after training")
+    assert_same(everything_in(program.model, program.optimizer), expected["end"], f"{claim}, trained")
 
 
 @pytest.mark.parametrize("name", with_muon_if_there(SCENARIOS))
@@ -146,7 +145,7 @@ def load_all(rank: int, world: int, oracles: Path, modes: tuple[str, ...]) -> No
         refusal = error_of(lambda program=program: program.optimizer.load_state_dict(marked))
         assert isinstance(refusal, ValueError)
         assert "rank 1" in str(refusal)
-        program.model.load_state_dict(expected["saved"]["model"])
+        program.model.load_state_dict(expected["model"])
         program.optimizer.load_state_dict(full)
         check_and_go_on(program, expected, f"{mode}, consolidated")
 

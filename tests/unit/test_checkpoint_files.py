@@ -84,17 +84,6 @@ def test_pruning_leaves_a_save_alone_that_is_going_on_beside(tmp_path):
         checkpoint.verify(tmp_path / name)
 
 
-def test_a_wrong_path_is_told_with_the_right_one(tmp_path):
-    path = saved(tmp_path / "run" / "step-1", 1)
-    for read in (loaded, lambda wrong: checkpoint.load_model(wrong, Weights()), checkpoint.load_extra):
-        with pytest.raises(CheckpointError, match=rf"is a directory of checkpoints\. .* the newest is {path}"):
-            read(path.parent)
-        with pytest.raises(CheckpointError, match=r"holds no checkpoint \(no .metadata\)\. Check the path"):
-            read(tmp_path)
-    with pytest.raises(ValueError, match=rf"expects the directory that holds .* Pass {path.parent}, or load this"):
-        checkpoint.latest(path)
-
-
 def test_when_no_checkpoint_can_be_read_resume_does_not_start_over(tmp_path):
     for name in ("one", "two"):
         (saved(tmp_path / name) / "__0_0.distcp").rename(tmp_path / name / "away")
