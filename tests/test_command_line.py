@@ -23,14 +23,14 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import shardstep
-from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep import checkpoint
 from shardstep.tools import cli
+from tests.checkpoints import Weights, everything_in, plain, sharded, step
 from tests.harness import run_ranks
 from tests.oracle import assert_same
 
-WIDTH = 96
 EXTRA = {
-    "epoch": 4,
+    "step": 3,
     "nothing": {},
     "scheduler": {"base_lrs": [0.1], "by_number": {1: "one"}},
     "random": (3, tuple(range(625)), None),
@@ -41,24 +41,8 @@ EXTRA = {
 }
 
 
-def trained(make: Any = torch.optim.AdamW, steps: range = range(3), **options: Any) -> tuple[torch.nn.Module, Any]:
-    torch.manual_seed(3)
-    model = torch.nn.Sequential(torch.nn.Linear(WIDTH, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, 7)).double()
-    optimizer = make(model.parameters(), lr=0.01, **options)
-    train(model, optimizer, steps)
-    return model, optimizer
-
-
-def train(model: torch.nn.Module, optimizer: Any, steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        optimizer.zero_grad()
-        model(torch.randn(5, WIDTH, dtype=torch.float64, generator=generator)).square().mean().backward()
-        optimizer.step()
-
-
 def save_sharded(rank: int, world_size: int, directory: Path) -> None:
-    model, optimizer = trained(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
+    model, optimizer = sharded(3)
     checkpoint.save(directory, optimizer, model, EXTRA)
 
 
@@ -103,14 +87,14 @@ def test_inspect_tells_names_shapes_bytes_values_step_and_writers_as_json(saved,
     assert (told["ranks"], told["steps"], told["checksums"]) == ([0, 1, 2], [3.0], True)
     assert sum(told["files"].values()) == sum(path.stat().st_size for path in saved.glob("*.distcp"))
     entries = {entry["key"]: entry for entry in told["entries"]}
-    moment = entries["optim.state.0.weight.exp_avg"]
-    assert (moment["shape"], moment["dtype"], moment["bytes"]) == ([WIDTH, WIDTH], "float64", WIDTH * WIDTH * 8)
+    moment = entries["optim.state.w0.exp_avg"]
+    assert (moment["shape"], moment["dtype"], moment["bytes"]) == ([96, 130], "float64", 96 * 130 * 8)
     assert moment["pieces"] > 1  # the parameter is cut
     assert entries["extra.noise"]["shape"] == [2]
     values = {key: entry["value"] for key, entry in entries.items() if entry["kind"] == "value"}
     assert (values["optim.param_groups.0.lr"], values["optim.param_groups.0.betas"]) == (0.01, [0.9, 0.999])
     assert {key: value for key, value in values.items() if key.startswith("extra.")} == {
-        "extra.epoch": 4,
+        "extra.step": 3,
         "extra.nothing": {},
         "extra.scheduler": {"base_lrs": [0.1], "by_number": {"1": "one"}},
         "extra.random": [3, list(range(625)), None],
@@ -126,7 +110,7 @@ def test_inspect_shows_a_table_with_the_beginning_of_long_values(hidden, saved, 
         monkeypatch.setitem(sys.modules, hidden, None)
     assert run("inspect", saved) == 0
     shown = capsys.readouterr().out
-    for text in ("optim.state.2.bias.exp_avg", "96x96", "float64", "written by ranks 0, 1, 2", "step 3"):
+    for text in ("optim.state.w2.exp_avg", "96x130", "float64", "written by ranks 0, 1, 2", "step 3"):
         assert text in shown
     rows = {key: row for row in shown.splitlines() for key in row.split() if "extra." in key}
     assert "{'base_lrs': [0.1]" in rows["extra.scheduler"]
@@ -169,17 +153,17 @@ def test_every_command_answers_with_one_json_object_also_if_it_failed(saved, tmp
 # --- convert ----------------------------------------------------------------------------------------------------------
 
 
-def go_on_from(rank: int, world_size: int, directory: Path) -> dict[str, torch.Tensor]:
+def go_on_from(rank: int, world_size: int, directory: Path) -> None:
     """Load into a sharded optimizer of a model that is as far, and train on."""
-    model, _ = trained()
-    optimizer = ZeroRedundancyOptimizer(model.named_parameters(), torch.optim.AdamW, lr=0.5)
+    model, _ = plain(3)
+    _, optimizer = sharded(0, model)
     checkpoint.load(directory, optimizer)
-    train(model, optimizer, range(3, 6))
-    return dict(model.state_dict())
+    step(model, optimizer, range(3, 6))
+    assert_same(everything_in(model, optimizer), everything_in(*plain(6)))
 
 
 def test_convert_makes_plain_state_dicts_and_back_again_training_goes_on_exactly(saved, tmp_path):
-    model, optimizer = trained()
+    model, optimizer = plain(3)
     for part, expected in (("optim", optimizer.state_dict()), ("model", dict(model.state_dict()))):
         assert run("convert", saved, tmp_path / part, "--part", part) == 0
         assert_same(load(tmp_path / part), expected, part)
@@ -189,15 +173,14 @@ def test_convert_makes_plain_state_dicts_and_back_again_training_goes_on_exactly
     assert sorted(os.listdir(tmp_path)) == ["extra", "model", "optim"]
     assert run("convert", tmp_path / "optim", tmp_path / "back") == 0
     assert run("verify", tmp_path / "back") == 0
-    for found in run_ranks(go_on_from, 2, tmp_path / "back"):
-        assert_same(found, dict(trained(steps=range(6))[0].state_dict()))
+    run_ranks(go_on_from, 2, tmp_path / "back")
 
 
 class AppState(dcp.stateful.Stateful):
     """As torch's tutorial has it."""
 
     def __init__(self, **options: bool) -> None:
-        (self.model, self.optimizer), self.options = trained(), StateDictOptions(**options)
+        (self.model, self.optimizer), self.options = plain(3), StateDictOptions(**options)
 
     def state_dict(self) -> dict[str, Any]:
         optim = get_optimizer_state_dict(self.model, self.optimizer, options=self.options)
@@ -205,13 +188,6 @@ class AppState(dcp.stateful.Stateful):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         raise NotImplementedError
-
-
-def assert_loads(file: Path, state_dict: dict[str, Any]) -> None:
-    """The state and the parameters are the optimizer's; get_state_dict has the options in its own form."""
-    found = load(file)
-    assert_same(found["state"], state_dict["state"])
-    torch.optim.AdamW(trained()[0].parameters()).load_state_dict(found)
 
 
 def test_convert_takes_an_optimizer_that_lies_deeper(tmp_path, capsys):
@@ -241,7 +217,7 @@ def test_convert_takes_an_optimizer_that_lies_deeper(tmp_path, capsys):
 
 
 def save_where_it_is_not(rank: int, world_size: int, folder: Path) -> None:
-    _, optimizer = trained(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
+    _, optimizer = sharded(3)
     optimizer.consolidate_state_dict(to=1)
     torch.save(optimizer.state_dict(), folder / f"rank-{rank}.pt")
 
@@ -251,9 +227,9 @@ def test_state_that_is_not_there_is_told(tmp_path, capsys):
     assert run("convert", tmp_path / "rank-0.pt", tmp_path / "dir") == 1
     assert "Convert what rank 1 saved" in the_line(capsys.readouterr().err)
     assert not (tmp_path / "dir").exists()
-    torch.save(trained(steps=range(0))[1].state_dict(), tmp_path / "new.pt")
+    torch.save(plain(0)[1].state_dict(), tmp_path / "new.pt")
     assert run("convert", tmp_path / "new.pt", tmp_path / "dir") == 0
-    assert "no state for its 4 parameters" in the_line(capsys.readouterr().err)
+    assert "no state for its 5 parameters" in the_line(capsys.readouterr().err)
     save_with_dcp({"app": AppState(flatten_optimizer_state_dict=True)}, tmp_path / "flat")
     assert run("convert", tmp_path / "flat", tmp_path / "out.pt", "--key", "app.optim") == 2
     assert "set_optimizer_state_dict" in the_line(capsys.readouterr().err)
@@ -276,12 +252,9 @@ print("grown", status("VmHWM") - before)
 
 @pytest.mark.long
 def test_convert_holds_no_more_than_a_window(tmp_path):
-    """64 MiB of state in one tensor; the process may grow by half of it: a window of 16 MiB, and its surroundings."""
+    """Two tensors of 64 MiB; the process may grow by half of one: a window of 16 MiB, and its surroundings."""
     for name, size in (("small", 3), ("large", 4096)):
-        param = torch.nn.Parameter(torch.zeros(size, size))
-        optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
-        param.grad = torch.arange(size * size, dtype=torch.float32).view(size, size)
-        optimizer.step()
+        _, optimizer = plain(1, Weights([(size, size // 2)]))
         checkpoint.save(tmp_path / name, optimizer)
     paths = [str(tmp_path / name) for name in ("small", "large", "out.pt")]
     done = subprocess.run([sys.executable, "-c", MEASURED, *paths], capture_output=True, text=True)
@@ -296,7 +269,7 @@ def test_convert_holds_no_more_than_a_window(tmp_path):
 @pytest.fixture
 def place(tmp_path) -> Path:
     """A directory with everything that a command could be given: right and wrong."""
-    model, optimizer = trained()
+    model, optimizer = plain(3)
     for name in ("step-b", "step-a"):  # the newest is not the last by name
         checkpoint.save(tmp_path / "run" / name, optimizer, model)
     torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
@@ -309,7 +282,7 @@ def place(tmp_path) -> Path:
     return tmp_path
 
 
-def everything_in(directory: Path) -> dict[str, float]:
+def files_in(directory: Path) -> dict[str, float]:
     return {str(path): path.lstat().st_mtime for path in directory.rglob("*") if not path.is_dir()}
 
 
@@ -335,7 +308,7 @@ CONVERSIONS = {
 
 
 def test_a_wrong_path_is_told_in_one_line_and_a_conversion_that_cannot_be_leaves_nothing(place, capsys):
-    before = everything_in(place)
+    before = files_in(place)
     cases = [((command, place / source), told) for command in ("inspect", "verify") for source, told in SOURCES.items()]
     cases += [(("convert", place / one, place / other), told) for (one, other), told in CONVERSIONS.items()]
     for command, told in cases:
@@ -343,7 +316,7 @@ def test_a_wrong_path_is_told_in_one_line_and_a_conversion_that_cannot_be_leaves
         captured = capsys.readouterr()
         assert told.format(place=place) in the_line(captured.err), command
         assert captured.out == ""
-    assert everything_in(place) == before
+    assert files_in(place) == before
     assert not (place / "nowhere").exists()
 
 
@@ -385,7 +358,7 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(place):
         ["convert", str(place / "run" / "step-a"), str(place / "out.pt")],
         ["convert", str(place / "optimizer.pt"), str(place / "new")],
     ]
-    before = everything_in(place)
+    before = files_in(place)
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, 50_000))
@@ -395,7 +368,7 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(place):
     assert done.stdout.split() == ["2", "2"], done.stderr
     for line, name in zip(done.stderr.splitlines(), ("out.pt", "new"), strict=True):
         assert line.startswith(f"shardstep: {place / name}: File too large")
-    assert everything_in(place) == before
+    assert files_in(place) == before
     assert not list(place.glob(".*"))
 
 
@@ -433,11 +406,11 @@ sys.exit(cli.main(sys.argv[1:]))
 @pytest.mark.parametrize(("source", "target"), [("run/step-a", "out.pt"), ("optimizer.pt", "new")])
 def test_control_c_is_quiet_and_leaves_nothing(source, target, place):
     """The signal comes when the data is read, or when it is written."""
-    before = everything_in(place)
+    before = files_in(place)
     command = [sys.executable, "-c", INTERRUPTED, "convert", str(place / source), str(place / target)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert (done.returncode, the_line(done.stderr)) == (130, "shardstep: interrupted.")
-    assert everything_in(place) == before
+    assert files_in(place) == before
     assert not list(place.glob(".*"))
 
 

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from torch.optim import SGD, AdamW, Optimizer
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
+from tests.checkpoints import everything_in
 from tests.harness import run_ranks
 from tests.oracle import assert_same, error_of
 
@@ -82,12 +83,6 @@ def states_of(model: nn.Module, optimizer: Any) -> dict[str, dict[str, Any]]:
 
 def options_of(optimizer: Optimizer) -> list[dict[str, Any]]:
     return [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
-
-
-def everything_in(model: nn.Module, optimizer: ZeroRedundancyOptimizer) -> Any:
-    """All that a load changes, copied. Collective."""
-    weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
-    return weights, states_of(model, optimizer), options_of(optimizer)
 
 
 # --- one checkpoint for all -------------------------------------------------------------------------------------------
