@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import ast
-import contextlib
-import io
 import os
 import re
-import runpy
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 
-from tests.harness import run_ranks
 from tests.launch import ENVIRONMENT, ROOT, launcher, torchrun
 
 FOLDER = ROOT / "examples"
@@ -43,36 +37,6 @@ def test_every_example_says_what_it_shows_and_is_in_the_table(name: str) -> None
 
 
 # --- running them -----------------------------------------------------------------------------------------------------
-
-
-def run_in_this_process(name: str, *arguments: str) -> str:
-    """Run a program as ``python examples/...`` does, without importing torch once more; what it printed."""
-    before, printed = (sys.argv, sys.path), io.StringIO()
-    sys.argv, sys.path = [f"examples/{name}", *arguments], [str(FOLDER), *sys.path]
-    try:
-        with contextlib.redirect_stdout(printed):
-            runpy.run_path(str(EXAMPLES[name]), run_name="__main__")
-    finally:
-        sys.argv, sys.path = before
-    return printed.getvalue()
-
-
-def run_as_rank(rank: int, world: int, name: str, port: int, *arguments: str) -> str:
-    dist.destroy_process_group()  # a program makes its own
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in numbers.items()}, MASTER_ADDR="127.0.0.1")
-    printed = run_in_this_process(name, *arguments)
-    assert not dist.is_initialized(), "it did not leave its group"
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # which the harness leaves
-    return printed
-
-
-def run_on_ranks(world: int, name: str, *arguments: str) -> list[str]:
-    """What torchrun does, but in processes that have torch already: for programs that need nothing else of it."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = found.getsockname()[1]
-    return run_ranks(run_as_rank, world, name, port, *arguments, fresh=True)
 
 
 def interrupt(ranks: int, arguments: list[str], once: Path) -> tuple[str, str]:
@@ -137,22 +101,20 @@ def test_the_main_job_goes_on_after_an_interrupt_on_other_ranks_and_ends_where_s
     assert shares_of(printed, "optimizer state") == [0.7] * 3
     assert printed.count(" of 2.2 MB\n") == 3
 
-    by_rank = run_on_ranks(2, "zero2.py", *TRAINING, "--checkpoints", str(tmp_path / "zero2"))
-    assert loss_of(by_rank[0], "after") == pytest.approx(reached, abs=0.0011)
-    for rank, told in enumerate(by_rank):
-        assert f"rank {rank} holds 0.500 of the gradients: MemoryReport(" in told
+    printed = torchrun(2, "examples/zero2.py", *TRAINING, "--checkpoints", str(tmp_path / "zero2"), cwd=ROOT)
+    assert loss_of(printed, "after") == pytest.approx(reached, abs=0.0011)
+    for rank in range(2):
+        assert f"rank {rank} holds 0.500 of the gradients: MemoryReport(" in printed
 
     for folder in (tmp_path, tmp_path / "zero2"):
-        written = run_in_this_process(
-            "generate.py", "--checkpoints", str(folder), "--prompt", "import", "--length", "9"
-        )
-        assert re.search(r"step-000060, step 60:\n\nimport", written), written
+        command = [sys.executable, "examples/generate.py", "--checkpoints", str(folder), "--prompt", "import"]
+        done = subprocess.run([*command, "--length", "9"], cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True)
+        assert re.search(r"step-000060, step 60:\n\nimport", done.stdout), done.stdout + done.stderr
 
 
 @pytest.mark.long
 def test_the_table_of_memory_is_what_the_ways_promise() -> None:
-    printed, *others = run_on_ranks(2, "memory.py", *SIZES)
-    assert others == [""]
+    printed = torchrun(2, "examples/memory.py", *SIZES, cwd=ROOT)
     lines = re.findall(r"^(\S.*\S) +(\d|each)((?: +[\d.]+){4})$", printed, flags=re.MULTILINE)
     table = {(way, rank): [float(size) for size in sizes.split()] for way, rank, sizes in lines}
     parameters, gradients, state, whole = table["unsharded, computed", "each"]
@@ -175,8 +137,7 @@ def test_masters_reach_the_loss_of_float32_and_without_them_it_stays_behind() ->
     without them 0.11 behind.
     """
     options = "--width 32 --layers 1 --heads 2 --context 32 --batch-size 8 --steps 40 --lr 3e-4 --seeds 1"
-    printed, *others = run_on_ranks(2, "bf16_masters.py", *options.split())
-    assert others == [""]
+    printed = torchrun(2, "examples/bf16_masters.py", *options.split(), cwd=ROOT)
     lines = re.findall(r"^(\S.*?\S) {2,}.*(\d\.\d{4}) +[-+]\d\.\d{4}$", printed, flags=re.MULTILINE)
     loss = {way: float(value) for way, value in lines}  # the means over seeds: here there is one
     assert len(loss) == 5
