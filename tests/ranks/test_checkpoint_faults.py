@@ -23,7 +23,7 @@ from torch import nn
 
 from shardstep import checkpoint
 from shardstep.checkpoint import CheckpointError
-from tests.checkpoints import LARGE, Weights, assert_holds, die_before, everything_in, plain, sharded, step
+from tests.checkpoints import LARGE, Weights, assert_holds, die_before, everything_in, let_pass, plain, sharded, step
 from tests.harness import run_ranks
 from tests.oracle import assert_same
 from tests.surroundings import full_disk
@@ -74,6 +74,9 @@ def test_a_rank_that_is_killed_in_a_save_leaves_a_complete_checkpoint_and_the_ot
         newest = checkpoint.latest(parent)
         assert newest is not None, f"killed at {touch} of {touches}: no checkpoint is left in {os.listdir(parent)}"
         steps = assert_holds(newest, [steps + 1] if saved else [steps, steps + 1])
+    let_pass(25 * 3600, parent)
+    run_ranks(save_and_be_killed, RANKS, parent, victim, float("inf"), outcome, fresh=True)
+    assert os.listdir(parent) == ["last"], "what the killed ones left is deleted when it is a day old"
 
 
 # --- damaged files ----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from shardstep import checkpoint
 from shardstep.checkpoint import CheckpointError, Reader
-from tests.checkpoints import Weights, assert_holds, die_before, everything_in, plain
+from tests.checkpoints import Weights, assert_holds, die_before, everything_in, let_pass, plain
 from tests.oracle import assert_same
 
 
@@ -127,13 +127,6 @@ def last_whose_replacement_was_interrupted(parent: Path) -> None:
         if not save_and_die(parent / "last", 2, touch) or not (parent / "last").exists():
             return
         shutil.rmtree(parent)
-
-
-def let_pass(seconds: float, parent: Path) -> None:
-    """Make what saves have left look so much older."""
-    for path in (inner for left in parent.glob(".*") for inner in (left, *left.rglob("*"))):
-        at = path.stat().st_mtime - seconds
-        os.utime(path, (at, at))
 
 
 @pytest.mark.parametrize(
