@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
@@ -97,25 +96,6 @@ def load_all(rank: int, world: int, root: Path) -> None:
 
 def test_load_reads_what_was_saved_with_dcp_itself(saved):
     run_ranks(load_all, 2, saved)
-
-
-def into_dtensors(rank: int, world: int, root: Path) -> None:
-    """Plain dcp.load into DTensors, as an FSDP2 user has them, sharded in any dimension or replicated."""
-    mesh = init_device_mesh("cpu", (world,))
-    model, optimizer = plain(3)
-    state = {name: optimizer.state[param]["exp_avg"] for name, param in model.named_parameters() if param.dim() == 2}
-    for placement, ours in itertools.product((Shard(0), Shard(1), Replicate()), (False, True)):
-        zeros = {name: torch.zeros_like(value) for name, value in state.items()}
-        template = {name: {"exp_avg": distribute_tensor(value, mesh, [placement])} for name, value in zeros.items()}
-        reader = checkpoint.Reader(root / "own") if ours else dcp.FileSystemReader(root / "own")
-        planner = checkpoint.SafeLoadPlanner() if ours else None
-        dcp.load({"optim": {"state": template}}, storage_reader=reader, planner=planner)
-        found = {name: entry["exp_avg"].full_tensor() for name, entry in template.items()}
-        assert_same(found, state, f"{placement}, {ours=}")
-
-
-def test_dtensors_read_it_with_dcp_through_torchs_reader_and_ours(saved):
-    run_ranks(into_dtensors, 2, saved)
 
 
 def through_fsdp2(rank: int, world: int, root: Path) -> None:
