@@ -79,8 +79,7 @@ $(FRAMES)/installed: pyproject.toml
 	touch $@
 
 test-frameworks: $(FRAMES)/installed
-	$(FRAMES)/bin/python -m pytest tests/frameworks tests/ranks/test_wrapped_optimizers.py tests/ranks/test_wrapped_later.py \
-		tests/ranks/test_logging_gradients.py -m "not again" -n 2 $(ARGS)
+	$(FRAMES)/bin/python -m pytest tests/frameworks tests/ranks/test_logging_gradients.py -n 2 $(ARGS)
 
 # Builds the package, installs it where nothing else is, and uses it as a user does. One process: one environment for all.
 $(VENV)/installed-package: $(VENV)/installed
@@ -121,7 +120,7 @@ HOST_TOOLS := (command -v ip && command -v tc && command -v nsenter) > /dev/null
 
 test-hosts: $(VENV)/installed
 	$(HOST_TOOLS)
-	$(BIN)/python -m pytest tests/hosts tests/test_restarts.py -m hosts -n 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest tests/hosts -m extra -n 2 --dist loadfile $(ARGS)
 
 # The suite with another torch, without the frameworks: make test-torch TORCH=2.9.1 PYTHON=python3.12. Every version has
 # an environment of its own (5-7 GB with its CUDA libraries); torch is named again so that nothing else changes it.
@@ -181,7 +180,7 @@ $(RIVALS)/installed-tests: $(RIVALS)/installed
 
 test-migration: $(RIVALS)/installed-tests
 	$(RIVALS)/bin/python -c 'import deepspeed, fairscale'
-	$(RIVALS)/bin/python -m pytest tests/test_migration.py tests/test_tools.py -n 2 $(ARGS)
+	$(RIVALS)/bin/python -m pytest tests/test_migration.py -n 2 $(ARGS)
 
 bench-step: $(RIVALS)/installed
 	$(RIVALS)/bin/python -m benchmarks.step $(ARGS)
