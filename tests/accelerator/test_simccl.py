@@ -81,7 +81,7 @@ def _collect(rank: int, world: int) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize("backends", [BACKENDS, ACCELERATOR_ONLY])
 def test_its_collectives_give_what_they_are_to_give(world: int, backends: str) -> None:
     run_ranks(partial(_on, _collect, backends), world, fresh=True)
