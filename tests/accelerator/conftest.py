@@ -11,35 +11,19 @@ from typing import Any
 import pytest
 
 from tests.accelerator import devices, simulated
-from tests.accelerator.core import is_core
 
 HERE = Path(__file__).parent
 
 
-@pytest.hookimpl(tryfirst=True)  # before the marks are counted that leave tests out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if item.path.is_relative_to(HERE):
-            item.add_marker("accelerator")
-            if not is_core(item.path.name, item.name, _world_of(item)):
-                item.add_marker("extended")
-            reason = _out_of_place(item)
-            if reason:
-                item.add_marker(pytest.mark.skip(reason=reason))
+        if item.path.is_relative_to(HERE) and _is_about_the_simulation(item):
+            item.add_marker(pytest.mark.skip(reason="is about the simulated device itself"))
 
 
-def _out_of_place(item: Any) -> str:
-    """Why a test cannot run on the device that was chosen; empty if it can."""
-    if devices.DEVICE == "sim":
-        return ""
-    if getattr(item.module, "on_device", None) is not devices.on_device:  # which one it has, it says in its imports
-        return "is about the simulated device itself"
-    world = _world_of(item)  # or pytest's own mark for "no values"
-    return f"needs {world} devices" if isinstance(world, int) and not devices.fits(world) else ""
-
-
-def _world_of(item: Any) -> Any:
-    return item.callspec.params.get("world") if hasattr(item, "callspec") else None
+def _is_about_the_simulation(item: Any) -> bool:
+    """Where another device was chosen: which one a test has, its module says in its imports."""
+    return devices.DEVICE != "sim" and getattr(item.module, "on_device", None) is not devices.on_device
 
 
 @pytest.fixture(scope="session")

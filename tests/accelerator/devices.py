@@ -1,19 +1,7 @@
 """The device of these tests: the simulated one, or with ``SHARDSTEP_ACCELERATOR=cuda`` (``make test-gpu``) a GPU.
 
-A test that imports its device from here runs on both:
-
-    from tests.accelerator.devices import DEVICE, on_device, run_ranks, same, sizes
-
-    @on_device
-    def _train(rank, world): ...            # tensors on DEVICE, a group that serves the CPU and DEVICE
-
-    @pytest.mark.parametrize("world", sizes())
-    def test_...(world):
-        for weights in run_ranks(_train, world):
-            same(weights, expected)         # bits on the simulated device, 1e-9 on CUDA, whose kernels are others
-
-What only the simulation knows (races, what is late, the trace, poisoned memory) is marked ``simulation_only``, or left
-out by what is empty on CUDA: ``seed``, ``races_ignored``, ``collectives``.
+A test that imports ``on_device`` from here runs on both. What only the simulation knows (races, what is late, the
+trace, poisoned memory) is marked ``simulation_only``.
 """
 
 from __future__ import annotations
@@ -21,9 +9,8 @@ from __future__ import annotations
 import functools
 import os
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,15 +49,9 @@ def _count() -> int:
     return 3 if DEVICE == "sim" else min(torch.cuda.device_count(), MOST_RANKS)
 
 
-def sizes(*wanted: int) -> list[int]:
-    """Numbers of ranks for a test: of those that are wanted, or 1, 2, 3 and as many as there are, those that can be."""
-    chosen = sorted(set(wanted or (1, 2, 3, _count())))
-    return [world for world in chosen if fits(world)]
-
-
-def fits(world: int) -> bool:
-    """Whether every rank can have a device of its own (two ranks on one GPU are refused by NCCL)."""
-    return DEVICE == "sim" or world <= _count()
+def ranks(most: int = MOST_RANKS) -> int:
+    """For a test that runs at any number of them: so many, or as many as there are devices."""
+    return max(min(most, _count()), 1)
 
 
 def has_two(world: int) -> bool:
@@ -80,7 +61,7 @@ def has_two(world: int) -> bool:
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, **kwargs: Any) -> list[Any]:
     """``harness.run_ranks`` in processes that are thrown away. Skips the test where there are too few devices."""
-    if not fits(world_size):
+    if DEVICE != "sim" and world_size > _count():  # (two ranks on one GPU are refused by NCCL)
         pytest.skip(f"needs {world_size} devices, and there are {_count()}")
     return harness.run_ranks(function, world_size, *args, fresh=True, **kwargs)
 
@@ -169,31 +150,7 @@ def own_reads(reads: Sequence[Any]) -> list[str]:
     return [read for read in reads if read.startswith(str(Path(shardstep.__file__).parent))]
 
 
-def collectives() -> AbstractContextManager[Counter[str] | None]:
-    """What was launched, by kind; None on CUDA, where nobody counts."""
-    return simulated.collectives() if DEVICE == "sim" else nullcontext()
-
-
-def races_ignored() -> AbstractContextManager[None]:
-    """Without the race detector, of which CUDA has none."""
-    return simulated.races_ignored() if DEVICE == "sim" else nullcontext()
-
-
 def seed(number: int) -> None:
     """How late the simulated device is. On CUDA things are as late as they are."""
     if DEVICE == "sim":
         simulated.seed(number)
-
-
-def memory_held() -> int:
-    """Bytes that tensors hold on the device of this rank."""
-    return module().memory_allocated()
-
-
-def peak_memory() -> int:
-    """The most bytes that tensors held since ``reset_peak_memory``."""
-    return module().max_memory_allocated()
-
-
-def reset_peak_memory() -> None:
-    module().reset_peak_memory_stats()

@@ -20,6 +20,7 @@ from shardstep import (
 )
 
 MODES = ("default", "views", "lazy", "shard_gradients", "reduce_scatter_hook", "hook", "interleaved", "scattering")
+STEP_IN_BACKWARD = ("hook", "interleaved", "scattering")
 
 
 def train_in(
@@ -29,8 +30,9 @@ def train_in(
     options: dict[str, Any],
     cap_mb: float = 1e-3,
     ddp_cap_mb: float = 1e-3,
+    find_unused: bool = False,
 ) -> Any:
-    """The model to call, and its optimizer. ``model`` is on the device already.
+    """The model to call, and its optimizer. ``model`` is on the device already. "ddp" is the plain optimizer.
 
     Buckets are small, DDP's as well as ours, so that there are several.
     """
@@ -39,8 +41,10 @@ def train_in(
         return ZeroRedundancyOptimizer(model.parameters(), kind, bucket_cap_mb=cap_mb, **more, **options)
 
     if mode == "shard_gradients":
-        return model, build(shard_gradients=True)
-    ddp = DistributedDataParallel(model, bucket_cap_mb=ddp_cap_mb)
+        return model, build(shard_gradients=True, find_unused_parameters=find_unused)
+    ddp = DistributedDataParallel(model, bucket_cap_mb=ddp_cap_mb, find_unused_parameters=find_unused)
+    if mode == "ddp":
+        return ddp, kind(model.parameters(), **options)
     if mode in ("default", "views", "lazy"):
         optimizer = build(parameters_as_bucket_view=mode == "views", lazy_gather=mode == "lazy")
     elif mode == "reduce_scatter_hook":

@@ -6,21 +6,10 @@ contract, ``simccl``. A race detector watches all of it. Everything is determini
 passes here is said to pass here. A process that has loaded it has an accelerator as far as torch is concerned, so only
 processes that are thrown away load it (``on_device``).
 
-``torch.sim`` has what ``torch.cuda`` has: ``Stream``, ``Event``, ``current_stream``, ``default_stream``,
-``set_stream``, ``stream``, ``device``, ``synchronize``, ``memory_allocated``, ``max_memory_allocated``,
-``reset_peak_memory_stats``. For tests there is besides, in this module:
-
-- ``host_reads()``: a context that gives a list, which has a ``HostRead`` for whatever made the host wait meanwhile.
-- ``collectives()``: a context that gives a Counter: what was launched, by kind; coalesced collectives once.
-- ``allocations()``: a context that gives a list of ``Allocation``: bytes, line, stream, whether the memory is new.
-- ``early_frees()``: a context that gives a list of ``EarlyFree``: memory that was freed, without ``record_stream``,
-  before its own stream had waited for whoever used it.
-- ``captured()``: a context that gives a list: what the capture of a CUDA graph would have forbidden in it.
-- ``tracing()``: a context that gives a ``Log``, which counts kernels, for ``timeline.Timeline``; ``mark(name)`` marks
-  a place in it.
-- ``races_ignored()``: a context without the race detector. What is looked at too early is NaN there.
-- ``seed(number)``: how often an event says "not yet" before it is done.
-- ``check()``: raise what went wrong on streams that nobody waited for. ``on_device`` does that at the end.
+``torch.sim`` has what ``torch.cuda`` has. For tests there are contexts besides, each with a list or a log of what it
+has seen: ``host_reads``, ``collectives``, ``early_frees``, ``captured`` (what the capture of a CUDA graph would have
+forbidden), ``tracing`` (for ``timeline.Timeline``); and ``races_ignored``, without the race detector: what is looked
+at too early is NaN there.
 """
 
 from __future__ import annotations
@@ -147,12 +136,13 @@ def _module(extension: Any) -> types.ModuleType:
         if stream is None:
             yield
             return
-        before = torch.accelerator.current_stream(stream.device)
+        here, before = torch.accelerator.current_stream(), torch.accelerator.current_stream(stream.device)
         torch.accelerator.set_stream(stream)
         try:
             yield
-        finally:
+        finally:  # as torch.cuda.stream does it: the device that was current is so again
             torch.accelerator.set_stream(before)
+            torch.accelerator.set_stream(here)
 
     @contextmanager
     def device(device: Any) -> Iterator[None]:
@@ -227,6 +217,7 @@ def host_reads() -> Iterator[list[HostRead]]:
 
 @contextmanager
 def collectives() -> Iterator[Counter[str]]:
+    """What was launched, by kind; coalesced collectives once."""
     extension, counts = build(), Counter[str]()
     before = extension.launched()
     try:
@@ -282,23 +273,6 @@ def mark(name: str) -> None:
     build().mark(name)
 
 
-class Allocation(NamedTuple):
-    bytes: int
-    line: str
-    is_new: bool  # not memory that was used before
-    stream: str  # to whose pool it belongs
-
-
-@contextmanager
-def allocations() -> Iterator[list[Allocation]]:
-    found = list[Allocation]()
-    with tracing() as log:
-        yield found
-    made = (entry for entry in log.entries if entry.kind == "allocate")
-    for entry in made:
-        found.append(Allocation(entry.bytes, entry.line, entry.name == "new", log.streams[entry.stream][1]))
-
-
 class EarlyFree(NamedTuple):
     """Memory that was freed while another stream may use it: safe only if its own stream waits before it goes on."""
 
@@ -339,6 +313,7 @@ def races_ignored() -> Iterator[None]:
 
 
 def seed(number: int) -> None:
+    """How often an event says "not yet" before it is done."""
     build().seed(number)
 
 

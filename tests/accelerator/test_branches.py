@@ -1,286 +1,177 @@
-"""Models that compute on several streams: autograd runs the backward of each branch on the stream of its forward."""
+"""Models with branches on several streams or devices: autograd runs each on the stream, or thread, of its forward.
+
+``test_modes.py`` trains branches on streams in every mode. Here gradients change streams, memory comes and goes, the
+gradient of a layer comes in parts, and branches are on two accelerators, or on one and the CPU.
+"""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import sys
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.grads.gradient_streams import GradientStreams
-from tests.accelerator import devices, simulated
-from tests.accelerator.devices import device, module, on_device, run_ranks, same, simulation_only, sizes
-from tests.accelerator.modes import MODES, train_in
+from tests.accelerator import devices
+from tests.accelerator.devices import device, module, on_device, run_ranks, same
+from tests.accelerator.modes import clone_weights, train_in
+from tests.accelerator.training import OPTIMIZERS, SUMMED_OTHERWISE, Branches, loss_of, on_streams, train_plainly
 
-# The backend adds up in its own order: some roundings of float64 over the steps of a test.
-SUMMED_OTHERWISE = 1e-11
-STEPS = 4
+STEPS, PARTS = 4, 3
 
 
-class Branches(nn.Module):
-    """Two branches, each on a stream of its own if there are streams. A bucket has layers of both."""
+def _take_memory(model: Branches) -> None:
+    """On the streams of the branches: of what was freed there, if it was freed too early."""
+    for stream in model.streams:
+        with module().stream(stream):
+            made = [torch.ones(numel, dtype=torch.float64, device=device()) for numel in range(8, 200, 3)]
+            torch._foreach_mul_(made, 2.0)
 
-    def __init__(self) -> None:
+
+@on_device
+def _train(rank: int, world: int, accumulates: str, reduce_dtype: torch.dtype | None) -> list[Tensor]:
+    model, (kind, options) = on_streams(device()), OPTIMIZERS["SGD"]
+    _, optimizer = train_in("shard_gradients", model, kind, {**options, "reduce_dtype": reduce_dtype})
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        _take_memory(model)
+        for part in range(PARTS):
+            unsynced = accumulates == "without sync" and part < PARTS - 1
+            model.swaps = unsynced and part == 1  # a gradient is made on the one stream, and added to on the other
+            with optimizer.no_sync() if unsynced else nullcontext():
+                (loss_of(model, step, PARTS * rank + part) / PARTS).backward()
+        optimizer.step()
+    for param in model.parameters():
+        param.grad = None
+    del optimizer
+    gc.collect()
+    _take_memory(model)
+    return clone_weights(model)
+
+
+@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
+@pytest.mark.parametrize("accumulates", ["without sync", "after each reduction"])
+def test_gradients_change_streams_while_they_accumulate(accumulates: str, reduce_dtype: torch.dtype | None) -> None:
+    expected, _ = train_plainly("SGD", STEPS, range(2 * PARTS), Branches)
+    for weights in run_ranks(_train, 2, accumulates, reduce_dtype):
+        same(weights, expected, SUMMED_OTHERWISE)
+
+
+class Shared(nn.Module):
+    """A layer that is computed again in two segments, each in a backward of its own: its gradient comes in parts."""
+
+    def __init__(self, comes_last: bool) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(nn.Linear(7, 7) for _ in range(8)).double()
-        self.streams: tuple[Any, ...] = ()
-        self.swaps = False
+        self.first = nn.Identity() if comes_last else nn.Linear(7, 7).double()
+        self.layer = nn.Linear(7, 7).double()
+        self.extra = nn.Parameter(torch.ones((), dtype=torch.float64))
 
-    def branches(self) -> tuple[nn.Module, nn.Module]:
-        return nn.Sequential(*self.layers[0::2]), nn.Sequential(*self.layers[1::2])
-
-    def forward(self, batch: Tensor) -> Tensor:
-        one, other = self.branches()
-        if not self.streams:
-            return one(batch) * other(batch)
-        here, results = module().current_stream(), []
-        branches = (other, one) if self.swaps else (one, other)
-        for stream, branch in zip(self.streams, branches, strict=True):
-            stream.wait_stream(here)
-            with module().stream(stream):
-                results.append(branch(batch))
-        for stream, result in zip(self.streams, results, strict=True):
-            here.wait_stream(stream)
-            result.record_stream(here)
-        return results[0] * results[1]
-
-
-def loss_of(model: nn.Module, step: int, part: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * step + part)
-    batch = torch.randn(5, 7, dtype=torch.float64, generator=generator)
-    return model(batch.to(next(model.parameters()).device)).square().mean()
-
-
-def oracle(parts: int) -> list[Tensor]:
-    """One process, the CPU, the plain optimizer, the mean over all parts of a batch."""
-    model = Branches()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        torch.stack([loss_of(model, step, part) for part in range(parts)]).mean().backward()
-        optimizer.step()
-    return [param.detach() for param in model.parameters()]
-
-
-def on_streams(count: int = 2) -> Branches:
-    model = Branches().to(device())
-    model.streams = tuple(module().Stream() for _ in range(count))
-    return model
-
-
-def weights_of(model: nn.Module) -> list[Tensor]:
-    return [param.detach().cpu() for param in model.parameters()]
+    def forward(self, batch: Tensor, uses_extra: bool = True) -> Tensor:
+        batch = self.first(batch.requires_grad_())
+        for _ in range(2):
+            batch = torch.tanh(checkpoint(self.layer, batch, use_reentrant=True))
+        return batch * self.extra if uses_extra else batch
 
 
 @on_device
-def _train(rank: int, world: int) -> list[tuple[str, list[Tensor]]]:
-    found = []
-    for mode in MODES:
-        for seed in (1, 2, 3):
-            devices.seed(seed)
-            model = on_streams()
-            called, optimizer = train_in(mode, model, torch.optim.SGD, {"lr": 0.5, "momentum": 0.9})
-            for step in range(STEPS):
-                optimizer.zero_grad()
-                loss_of(called, step, rank).backward()
-                optimizer.step()
-            if mode == "lazy":
-                optimizer.wait_for_parameters()
-            found.append((f"{mode}, {seed}", weights_of(model)))
-    return found
-
-
-@pytest.mark.parametrize("world", sizes(1, 2, 3))
-def test_branches_on_two_streams_have_the_weights_of_the_cpu_and_no_race(world: int) -> None:
-    expected = oracle(world)
-    for found in run_ranks(_train, world):
-        for case, weights in found:
-            same(weights, expected, SUMMED_OTHERWISE, case)
-
-
-@on_device
-def _accumulate(rank: int, world: int, reduce_dtype: torch.dtype | None, cap_mb: float) -> list[Tensor]:
-    model = on_streams()
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(),
-        torch.optim.SGD,
-        lr=0.5,
-        momentum=0.9,
-        shard_gradients=True,
-        bucket_cap_mb=cap_mb,
-        reduce_dtype=reduce_dtype,
-    )
+def _train_shared(rank: int, world: int, find_unused: bool, comes_last: bool) -> Any:
+    model, (kind, options) = Shared(comes_last).to(device()), OPTIMIZERS["SGD"]
+    _, optimizer = train_in("shard_gradients", model, kind, options, find_unused=find_unused)
     for step in range(STEPS):
         optimizer.zero_grad()
-        with optimizer.no_sync():
-            for part in (0, 1):
-                model.swaps = part == 1  # a gradient is made on the one stream, and added to on the other
-                (loss_of(model, step, 3 * rank + part) / 3).backward()
-        (loss_of(model, step, 3 * rank + 2) / 3).backward()
-        optimizer.step()
-    return weights_of(model)
-
-
-@pytest.mark.parametrize("cap_mb", [1e-3, 25])
-@pytest.mark.parametrize("reduce_dtype", [None, torch.float64])
-def test_gradients_that_change_streams_while_they_accumulate(reduce_dtype: torch.dtype | None, cap_mb: float) -> None:
-    expected = oracle(6)
-    for weights in run_ranks(_accumulate, 2, reduce_dtype, cap_mb):
-        same(weights, expected, SUMMED_OTHERWISE)
-
-
-@on_device
-def _add_up(rank: int, world: int) -> list[Tensor]:
-    """Buckets of one branch each: what is done with one must not be done on the stream of the other."""
-    model = on_streams()
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.SGD, lr=0.5, momentum=0.9, shard_gradients=True, bucket_cap_mb=1e-3
-    )
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for part in range(3):
-            (loss_of(model, step, 3 * rank + part) / 3).backward()
-        optimizer.step()
-    return weights_of(model)
-
-
-@pytest.mark.parametrize("world", sizes(1, 2, 3))
-def test_branches_add_to_gradients_that_were_reduced(world: int) -> None:
-    expected = oracle(3 * world)
-    for weights in run_ranks(_add_up, world):
-        same(weights, expected, SUMMED_OTHERWISE)
-
-
-@on_device
-def _prepare_early(rank: int, world: int, given_up: bool) -> list[Tensor]:
-    """The stream of a branch makes tensors before it waits for the parameters, or when the optimizer is gone."""
-    model = on_streams()
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), torch.optim.SGD, lr=0.5, momentum=0.9, shard_gradients=True, bucket_cap_mb=1e-3
-    )
-
-    def make_tensors() -> None:
-        for stream in model.streams:
-            with module().stream(stream):
-                made = [torch.ones(numel, dtype=torch.float64, device=device()) for numel in range(8, 200, 3)]
-                torch._foreach_mul_(made, 2.0)
-
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        make_tensors()
         loss_of(model, step, rank).backward()
         optimizer.step()
-    if given_up:
-        for param in model.parameters():
-            param.grad = None
-        del optimizer
-        gc.collect()
-        make_tensors()
-    return weights_of(model)
-
-
-@pytest.mark.parametrize("given_up", [False, True])
-@pytest.mark.parametrize("world", sizes(1, 2))
-def test_memory_of_a_branch_is_not_given_away_before_the_step_has_read_it(world: int, given_up: bool) -> None:
-    expected = oracle(world)
-    for weights in run_ranks(_prepare_early, world, given_up):
-        same(weights, expected, SUMMED_OTHERWISE)
-
-
-class OnTwoDevices(nn.Module):
-    """A branch on each of two devices: autograd has a thread for each, in which the other's stream is the default."""
-
-    def __init__(self, first: torch.device | str = "cpu", second: torch.device | str = "cpu") -> None:
-        super().__init__()
-        self.model = Branches()
-        self.one, self.other = self.model.branches()
-        self.one.to(first)
-        self.other.to(second)
-        self.first, self.second = torch.device(first), torch.device(second)
-
-    def forward(self, batch: Tensor) -> Tensor:
-        return self.one(batch.to(self.first)).to(self.second) * self.other(batch.to(self.second))
-
-
-@contextmanager
-def side_streams(places: list[torch.device]) -> Iterator[None]:
-    """Everything runs on a stream of its own, on each of these devices."""
-    with ExitStack() as stack:
-        for place in places:
-            stream = module().Stream(device=place)
-            stream.wait_stream(module().current_stream(place))
-            stack.enter_context(module().stream(stream))
-        module().set_device(places[0])
-        yield
-
-
-@on_device
-def _train_on_two_devices(rank: int, world: int, parts: int) -> list[Tensor]:
-    places = [device(), devices.second_device()]
-    model = OnTwoDevices(*places)
-    with side_streams(places):
-        optimizer = ZeroRedundancyOptimizer(
-            model.parameters(), torch.optim.SGD, lr=0.5, momentum=0.9, shard_gradients=True, bucket_cap_mb=1e-3
-        )
-        for step in range(STEPS):
-            optimizer.zero_grad()
-            for part in range(parts):
-                (loss_of(model, step, parts * rank + part) / parts).backward()
-            optimizer.step()
-        return weights_of(model)
-
-
-@pytest.mark.skipif(not devices.has_two(2), reason="needs two devices for each of 2 ranks")
-@pytest.mark.parametrize("parts", [1, 2])
-@pytest.mark.parametrize("world", sizes(1, 2))
-def test_two_devices_that_both_compute_on_streams_of_their_own(world: int, parts: int) -> None:
-    expected = oracle(world * parts)
-    for weights in run_ranks(_train_on_two_devices, world, parts):
-        same(weights, expected, SUMMED_OTHERWISE)
-
-
-@on_device
-def _train_without_notes(rank: int, world: int) -> str:
-    GradientStreams.note = lambda *_: None  # type: ignore[method-assign]
-    model = on_streams()
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.5, shard_gradients=True)
+    weights = clone_weights(model)
     try:
-        loss_of(model, 0, rank).backward()
+        loss_of(model, 0, rank, uses_extra=False).backward()
+        optimizer.clip_grad_norm_(1e9)  # a backward inside of others may leave the rest to whoever reads
     except RuntimeError as error:
-        del optimizer
-        with simulated.races_ignored():
-            module().synchronize()
-        return str(error)
-    return ""
+        return weights, str(error)
+    return weights, ""
 
 
-@simulation_only
-def test_streams_that_are_not_waited_for_would_be_noticed() -> None:
-    """The negative control of this file."""
-    for error in run_ranks(_train_without_notes, 2):
-        assert "A race on the simulated device" in error
+# Known, and wrong: when every parameter has its gradient, or a part of it, what comes next counts as another backward.
+TAKEN_FOR_ANOTHER = pytest.mark.xfail(strict=True, reason="parameters that got their gradient before are missed")
 
 
-@on_device
-def _plain_ddp(rank: int, world: int) -> list[Tensor]:
-    model = on_streams()
-    ddp = DistributedDataParallel(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+@pytest.mark.parametrize(
+    ("find_unused", "comes_last"),
+    [(False, False), (True, False), (True, True), pytest.param(False, True, marks=TAKEN_FOR_ANOTHER)],
+)
+def test_a_gradient_that_comes_in_parts_is_whole_and_one_that_does_not_come_is_an_error(
+    find_unused: bool, comes_last: bool
+) -> None:
+    expected, (kind, options) = Shared(comes_last), OPTIMIZERS["SGD"]
+    optimizer = kind(expected.parameters(), **options)
     for step in range(STEPS):
         optimizer.zero_grad()
-        loss_of(ddp, step, rank).backward()
+        for rank in range(2):  # (one after the other: two such backwards at once are an error of torch)
+            (loss_of(expected, step, rank) / 2).backward()
         optimizer.step()
-    return weights_of(model)
+    for weights, error in run_ranks(_train_shared, 2, find_unused, comes_last):
+        same(weights, clone_weights(expected), SUMMED_OTHERWISE)
+        assert ("got none in this backward" in error) == (not find_unused), error
 
 
-def test_plain_ddp_takes_such_a_model_too() -> None:
-    """So the model of this file is one that users may have."""
-    for weights in run_ranks(_plain_ddp, 2):
-        same(weights, oracle(2), SUMMED_OTHERWISE)
+# --- several devices --------------------------------------------------------------------------------------------------
+
+LIMIT = 0.01
+SETTINGS = {
+    "default": {},
+    "views": {"parameters_as_bucket_view": True},
+    "lazy": {"lazy_gather": True},
+    "whole tensors": {"shard": "tensor"},
+    "shard_gradients": {"shard_gradients": True},
+}
+
+
+def place(name: str) -> torch.device:
+    if name == "second":
+        return devices.second_device()
+    return device() if name == "device" else torch.device("cpu")
+
+
+@on_device
+def _train_on_devices(rank: int, world: int, first: str, second: str, mode: str) -> list[Tensor]:
+    sys.setswitchinterval(1e-5)  # threads take turns often
+    here, places = device(), (place(first), place(second))
+    model, (kind, options) = Branches(*places), OPTIMIZERS["SGD"]
+    parts = [rank] if mode == "shard_gradients" else range(world)  # else all of them: as DDP leaves gradients
+    with ExitStack() as stack:
+        for one in places:
+            if one.type != "cpu" and first == "device":  # all runs on a stream that is not the default one
+                stream = module().Stream(device=one)
+                stream.wait_stream(module().current_stream(one))
+                stack.enter_context(module().stream(stream))
+        module().set_device(here)
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), kind, bucket_cap_mb=1e-3, **SETTINGS[mode], **options)
+        for step in range(12):
+            optimizer.zero_grad()
+            torch.stack([loss_of(model, step, part) for part in parts]).mean().backward()
+            optimizer.clip_grad_norm_(LIMIT)
+            optimizer.step()
+        return clone_weights(model)
+
+
+WITH_CPU = [
+    (*places, mode) for places in (("device", "cpu"), ("cpu", "device")) for mode in ("lazy", "shard_gradients")
+]
+
+
+@pytest.mark.parametrize(("first", "second", "mode"), [*(("device", "second", mode) for mode in SETTINGS), *WITH_CPU])
+def test_branches_on_several_devices_train_as_on_one(first: str, second: str, mode: str) -> None:
+    """Autograd has a thread per device: they must not send at the same time, nor the same bucket twice.
+
+    Clipping takes a factor from one to the other; the CPU must not read it before it is there.
+    """
+    if second == "second" and not devices.has_two(2):
+        pytest.skip("needs two devices for each of 2 ranks")
+    expected, _ = train_plainly("SGD", 12, range(2), Branches, LIMIT)
+    for weights in run_ranks(_train_on_devices, 2, first, second, mode):
+        same(weights, expected, SUMMED_OTHERWISE)

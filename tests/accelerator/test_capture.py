@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from tests.accelerator import simulated
 from tests.accelerator.modes import MODES, train_in
-from tests.accelerator.simulated import EarlyFree, on_device
+from tests.accelerator.simulated import on_device
 from tests.accelerator.training import small_model
 from tests.harness import run_ranks
 
 OWN_STEP = ("default", "views", "lazy")  # the others step in backward, or wait for reductions that began there
 
 
-def _warm(mode: str) -> tuple[Any, Any]:
-    """The backward of an iteration, and its optimizer, after four of them."""
+@on_device
+def _step(rank: int, world: int, mode: str) -> list[str]:
     model = small_model().to("sim")
     lr = torch.tensor(1e-2, dtype=torch.float64, device="sim")
     options = {"lr": lr, "capturable": True, "foreach": True}
@@ -31,12 +29,6 @@ def _warm(mode: str) -> tuple[Any, Any]:
     for _ in range(4):
         backward()
         optimizer.step()
-    return backward, optimizer
-
-
-@on_device
-def _step(rank: int, world: int, mode: str) -> list[str]:
-    backward, optimizer = _warm(mode)
     if mode in OWN_STEP:
         backward()
     with simulated.captured() as forbidden:
@@ -53,57 +45,7 @@ def test_a_step_of_a_capturable_optimizer_does_nothing_that_capture_forbids(mode
         assert forbidden == []
 
 
-@on_device
-def _iterations(rank: int, world: int, mode: str) -> list[EarlyFree]:
-    backward, optimizer = _warm(mode)
-    with simulated.early_frees() as frees:
-        for _ in range(5):
-            backward()
-            optimizer.step()
-        optimizer.wait_for_parameters()
-    return [one for one in frees if any("/shardstep/" in line for line in (one.made_at, one.use, one.freed_at))]
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("mode", MODES)
-def test_no_memory_is_freed_before_its_stream_has_waited_for_its_users(mode: str, world: int) -> None:
-    """So nothing needs ``record_stream``, also if its stream does not go on in the graph."""
-    for frees in run_ranks(_iterations, world, mode, fresh=True):
-        assert frees == []
-
-
 # --- the device's own rules -------------------------------------------------------------------------------------------
-
-
-@on_device
-def _free_memory_of_a_side_stream(rank: int, world: int, how: str) -> list[EarlyFree]:
-    sim = torch.get_device_module("sim")
-    side, default = sim.Stream(), sim.current_stream()
-    with simulated.early_frees() as frees:
-        with sim.stream(side):
-            made = torch.ones(1000, device="sim")
-        default.wait_stream(side)
-        total = made.sum()
-        if how == "record_stream":
-            made.record_stream(default)
-        if how == "wait":
-            side.wait_stream(default)
-        if how == "host":
-            total.item()
-        del made  # the side stream does nothing afterwards, so the race detector has nothing to say
-    return frees
-
-
-@pytest.mark.parametrize("how", ["record_stream", "wait", "host"])
-def test_memory_of_a_side_stream_may_be_freed_when_its_users_are_known_to_it(how: str) -> None:
-    assert run_ranks(_free_memory_of_a_side_stream, 1, how, fresh=True) == [[]]
-
-
-def test_memory_of_a_side_stream_that_is_freed_without_record_stream_is_noted() -> None:
-    ((free,),) = run_ranks(_free_memory_of_a_side_stream, 1, "forget", fresh=True)
-    assert free.stream.startswith("side")
-    assert 'aten::sum reads on stream "default"' in free.use
-    assert "_free_memory_of_a_side_stream" in free.made_at
 
 
 @on_device
@@ -134,13 +76,10 @@ def _capture(rank: int, world: int, how: str) -> list[str]:
     return forbidden
 
 
-def test_a_side_stream_that_is_forked_and_joined_may_be_captured() -> None:
-    assert run_ranks(_capture, 1, "joined", fresh=True) == [[]]
-
-
 @pytest.mark.parametrize(
     ("how", "told"),
     [
+        ("joined", ""),  # a side stream that is forked and joined may be captured
         ("host", "the host waits (aten::_local_scalar_dense)"),
         ("outside", 'on stream "side 2", which is not captured'),
         ("allocation outside", 'an allocation on stream "side 2", which is not captured'),
@@ -149,5 +88,5 @@ def test_a_side_stream_that_is_forked_and_joined_may_be_captured() -> None:
     ],
 )
 def test_what_capture_forbids_is_noted(how: str, told: str) -> None:
-    ((forbidden, *_),) = run_ranks(_capture, 1, how, fresh=True)
-    assert told in forbidden
+    (forbidden,) = run_ranks(_capture, 1, how, fresh=True)
+    assert told in forbidden[0] if told else forbidden == []

@@ -1,53 +1,43 @@
-"""Traffic stays on the device: initial parameters, buffers, whole gradients and lent ones, in few collectives."""
+"""What is sent and launched: traffic stays on the device, in few collectives, with little padding and few kernels."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.algorithms.join import Join
-from torch.nn.parallel import DistributedDataParallel
 
 from shardstep import ZeroRedundancyOptimizer
-from shardstep.comm import collectives
-from tests.accelerator import simulated
-from tests.accelerator.devices import (
-    device,
-    host_reads,
-    on_accelerator_only,
-    on_device,
-    run_ranks,
-    same,
-    simulation_only,
-    sizes,
-)
+from tests.accelerator import devices, simulated
+from tests.accelerator.devices import device, host_reads, on_accelerator_only, on_device, run_ranks, same
+from tests.accelerator.modes import MODES, STEP_IN_BACKWARD, train_in
 
-pytestmark = simulation_only  # who else knows what was sent
+pytestmark = devices.simulation_only  # who else knows what was sent
 SMALL = 64  # bytes: a message of the ranks to each other, and no tensor of these tests
+OWN_STEP = [mode for mode in MODES if mode not in STEP_IN_BACKWARD]
 
 
-class Traffic:
-    """What passes while it is watched."""
+class Traffic(NamedTuple):
+    """What passes while it is watched, without messages of the ranks to each other."""
 
-    def __init__(self) -> None:
-        self.collectives: list[int] = []  # on the device, the bytes of each that are more than a message
-        self.copies: list[tuple[int, str]] = []  # to and from the host, those that are more than a message: bytes, line
-        self.reads: list[str] = []  # where the host waited for the device
+    collectives: list[int]  # on the device: the bytes of each
+    copies: list[tuple[int, str]]  # to and from the host: bytes, line
+    reads: list[str]  # where the host waited for the device
 
 
 @contextmanager
 def watched() -> Iterator[Traffic]:
-    traffic = Traffic()
+    traffic = Traffic([], [], [])
     with simulated.tracing() as log, host_reads() as reads:
         yield traffic
     large = [entry for entry in log.entries if entry.bytes > SMALL]
-    traffic.collectives = [entry.bytes for entry in large if entry.kind == "collective"]
-    traffic.copies = [(entry.bytes, entry.line) for entry in large if entry.kind == "copy"]
-    traffic.reads = [str(read) for read in reads]
+    traffic.collectives.extend(entry.bytes for entry in large if entry.kind == "collective")
+    traffic.copies.extend((entry.bytes, entry.line) for entry in large if entry.kind == "copy")
+    traffic.reads.extend(map(str, reads))
 
 
 class Net(nn.Module):
@@ -68,55 +58,39 @@ class Net(nn.Module):
         return batch * self.scale.double()
 
 
-def batch_of(rank: int, step: int = 0) -> Tensor:
-    return torch.randn(8, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+def batch_of(rank: int) -> Tensor:
+    return torch.randn(8, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
 
 
 def nbytes(tensors: Any) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def sharded(model: nn.Module) -> ZeroRedundancyOptimizer:
-    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, shard_gradients=True)
+def sharded(model: nn.Module, **settings: Any) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1, shard_gradients=True, **settings)
 
 
-def start(rank: int) -> None:
-    """Initial parameters."""
+def exchange(rank: int, world: int) -> None:
+    """Initial parameters, buffers, whole gradients: one collective for each dtype, or parameter."""
     sharded(Net(rank).to(device()))  # the first of a kind tries tiny tensors, which are copied to the device
-    model = Net(rank).to(device())
+    model, plain = Net(rank).to(device()), Net(0)
     with watched() as traffic:
         optimizer = sharded(model)
-    assert len(traffic.collectives) == 2, traffic.collectives  # a dtype each
-    assert sum(traffic.collectives) == nbytes(model.parameters())
-    assert traffic.copies == [], traffic.copies
-    same([param.detach() for param in model.parameters()], [param.detach() for param in Net(0).parameters()])
-    del optimizer
-
-
-def share_buffers(rank: int) -> None:
-    model = Net(rank).to(device())
-    optimizer = sharded(model)
+    assert (len(traffic.collectives), sum(traffic.collectives)) == (2, nbytes(model.parameters()))
+    assert traffic.copies == []
+    same([param.detach() for param in model.parameters()], [param.detach() for param in plain.parameters()])
     with watched() as traffic:
         optimizer.broadcast_buffers(model)
-    # The counters of BatchNorm (int64) and "seen" are of one dtype, the statistics of another.
-    assert len(traffic.collectives) == 2, traffic.collectives
-    assert sum(traffic.collectives) == nbytes(model.buffers())
-    assert traffic.copies == [], traffic.copies
-    assert traffic.reads == []
-    same(list(model.buffers()), list(Net(0).buffers()))
-
-
-def look_at_gradients(rank: int, world: int) -> None:
-    model, plain = Net(0).to(device()), Net(0)
-    optimizer = sharded(model)
+    assert (len(traffic.collectives), sum(traffic.collectives)) == (2, nbytes(model.buffers()))
+    assert (traffic.copies, traffic.reads) == ([], [])
+    same(list(model.buffers()), list(plain.buffers()))
     model(batch_of(rank).to(device())).square().mean().backward()
     torch.stack([plain(batch_of(other)).square().mean() for other in range(world)]).mean().backward()
     for param, expected in zip(model.parameters(), plain.parameters(), strict=True):
         with watched() as traffic:
             gradient = optimizer.full_grad(param)
-        assert len(traffic.collectives) <= 1, traffic.collectives  # of all pieces, together
-        assert len(traffic.collectives) == 1 or nbytes([param]) <= SMALL * world
-        assert traffic.copies == [], traffic.copies
+        assert len(traffic.collectives) == 1 or nbytes([param]) <= SMALL * world  # of all pieces, together
+        assert traffic.copies == []
         # Sums of a few terms in another order; a parameter is float32.
         rtol = 1e-12 if param.dtype == torch.float64 else 1e-5
         torch.testing.assert_close(gradient.cpu(), expected.grad, rtol=rtol, atol=1e-12)
@@ -124,53 +98,93 @@ def look_at_gradients(rank: int, world: int) -> None:
 
 @on_device
 def _exchange(rank: int, world: int) -> None:
-    start(rank)
-    share_buffers(rank)
-    look_at_gradients(rank, world)
+    exchange(rank, world)
 
 
 @on_accelerator_only
 def _exchange_without_gloo(rank: int, world: int) -> None:
-    start(rank)
-    share_buffers(rank)
-    look_at_gradients(rank, world)
+    exchange(rank, world)
 
 
 @pytest.mark.parametrize("function", [_exchange, _exchange_without_gloo])
-@pytest.mark.parametrize("world", sizes(2, 3))
-def test_parameters_buffers_and_gradients_travel_on_the_device_together(world: int, function: Any) -> None:
-    run_ranks(function, world)
+def test_parameters_buffers_and_gradients_travel_on_the_device_together(function: Any) -> None:
+    run_ranks(function, 3)
 
 
 @on_device
-def _lend(rank: int, world: int, coalesced: bool) -> list[tuple[int, int]]:
-    """By step: the collectives of the step, and the bytes that were copied to or from the host."""
-    model = nn.Sequential(*(nn.Linear(20, 20) for _ in range(6))).double()
-    if not coalesced:
-        collectives._coalesced = lambda tensors: iter([[tensor] for tensor in tensors])
-    model.to(device())
-    ddp = DistributedDataParallel(model)
-    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+def _send(rank: int, world: int, shard: str) -> tuple[dict[bool, int], int]:
+    """The bytes of reductions and gathers in an iteration, and those of the parameters."""
+    # Sizes that no number of ranks divides. (Parameters begin at aligned places, which is much of smaller ones.)
+    model = nn.Sequential(*(nn.Linear(61, 61, bias=False) for _ in range(6))).double().to(device())
+    optimizer = sharded(model, bucket_cap_mb=0.06, shard=shard)
+    batch = torch.ones(3, 61, dtype=torch.float64, device=device())
+    for _ in range(2):
+        optimizer.zero_grad()
+        with simulated.tracing() as log:
+            model(batch).square().mean().backward()
+            optimizer.step()
+    sent = Counter[bool]()
+    for entry in log.entries:
+        if entry.kind == "collective":
+            sent["reduce_scatter" in entry.name] += entry.bytes
+    return sent, nbytes(model.parameters())
+
+
+@pytest.mark.parametrize("shard", ["element", "tensor"])
+def test_padding_is_at_most_a_twentieth_of_what_is_sent(shard: str) -> None:
+    for sent, size in run_ranks(_send, 3, shard):
+        for reduces in (True, False):
+            assert size <= sent[reduces] <= 1.05 * size, (sent, size)
+
+
+class Flat(torch.optim.SGD):
+    """Steps with one kernel for all parameters, so that what is counted is ours."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            params = [param for param in group["params"] if param.grad is not None]
+            if params:
+                torch._foreach_sub_(params, [param.grad for param in params], alpha=0.1)
+
+
+class Many(nn.Module):
+    """Parameters of one size, as many as one wants."""
+
+    def __init__(self, count: int, numel: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.ones(numel) for _ in range(count))
+
+    def forward(self, factor: Tensor) -> Tensor:
+        return torch.stack([weight.sum() for weight in self.weights]).sum() * factor
+
+
+@on_device
+def _launch(rank: int, world: int, mode: str) -> tuple[list[tuple[int, Counter[str]]], list[int]]:
+    """For few parameters and for many: how many buckets, and the kernels of clipping and a step.
+
+    And how often the host waited while gradients were clipped: usually, and if they must be finite.
+    """
     found = []
-    with Join([ddp, optimizer]):
-        for step in range(5 if rank == 0 else 2):
+    for count, numel in ((20, 800), (80, 200)):
+        model = Many(count, numel).to(device())
+        called, optimizer = train_in(mode, model, Flat, {"lr": 0.1}, cap_mb=0.02)
+        waits = []
+        for checks in (True, False, True):
             optimizer.zero_grad()
-            ddp(batch_of(rank, step).to(device())).square().mean().backward()
-            with watched() as traffic:
+            called(torch.ones((), device=device())).backward()
+            with simulated.tracing() as log, host_reads() as reads:
+                optimizer.clip_grad_norm_(1e9, error_if_nonfinite=checks)
                 optimizer.step()
-            found.append((len(traffic.collectives), sum(size for size, _ in traffic.copies)))
-    return found
+            waits.append(len(reads))
+        found.append((len(optimizer.layout.buckets), log.kernels))
+    return found, waits[1:]
 
 
-def test_gradients_are_lent_on_the_device_in_one_message() -> None:
-    """To a rank without inputs: the last steps of rank 0 send one message more than the first, and no copy passes."""
-    first, _ = run_ranks(_lend, 2, True)
-    gathers = first[0][0]
-    assert gathers == 1  # the all-gather of the only bucket
-    assert first == [(1, 0), (1, 0), (2, 0), (2, 0), (2, 0)], first
-
-
-def test_gradients_that_are_lent_one_by_one_would_be_noticed() -> None:
-    """The negative control."""
-    first, _ = run_ranks(_lend, 2, False)
-    assert first[-1][0] > 2, first
+@pytest.mark.parametrize("mode", OWN_STEP)
+def test_clipping_and_stepping_take_as_many_kernels_for_many_parameters_as_for_few(mode: str) -> None:
+    """Packing, unpacking, norms and scaling are calls over lists. (60 parameters more would be 60 kernels more.)"""
+    for ((buckets, few), (as_many, many)), waits in run_ranks(_launch, 2, mode):
+        assert buckets == as_many > 1
+        assert many.total() <= few.total() + 2 * buckets, many - few
+        assert waits == [0, 1]  # whoever wants finite norms pays with one read, and nobody else

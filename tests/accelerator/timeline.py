@@ -8,12 +8,10 @@ when what it waits for is done.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from tests.accelerator.simulated import Entry, Log
@@ -168,33 +166,6 @@ class Timeline:
         travels = _union((one.start, one.end) for one in self.of(rank, kind="collective", between=between))
         computes = _union((one.start, one.end) for one in self.of(rank, kind=by))
         return overlap(travels, computes) / sum(end - start for start, end in travels)
-
-    def length(self, rank: int = 0) -> float:
-        return max(one.end for one in self.intervals if one.rank == rank)
-
-    def save(self, path: str | Path) -> None:
-        """As Chrome's trace viewer and Perfetto read it: a process per rank, a thread per stream."""
-        tracks = {(one.rank, one.device, one.stream): 0 for one in self.intervals}
-        for number, key in enumerate(sorted(tracks)):
-            tracks[key] = number
-        events: list[dict[str, Any]] = [
-            {"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": f"sim:{device} {stream}"}}
-            for (rank, device, stream), number in tracks.items()
-        ]
-        for one in self.intervals:
-            events.append(
-                {
-                    "ph": "X",
-                    "name": one.name,
-                    "cat": one.kind,
-                    "pid": one.rank,
-                    "tid": tracks[one.rank, one.device, one.stream],
-                    "ts": one.start,
-                    "dur": one.end - one.start,
-                    "args": {"bytes": one.bytes, "line": one.line},
-                }
-            )
-        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}))
 
 
 def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
