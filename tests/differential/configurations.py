@@ -344,6 +344,7 @@ def invalid(c: Configuration) -> str:
         (not c.uses_ddp and c.find_unused and c.device == "cpu", "on the CPU it has no effect without DDP"),
         (c.mode not in ("sharded", "sharded lazy") and c.reducing != "as it is", "an option of shard_gradients"),
         (c.uses_ddp and c.model == "two devices", "DDP wants all parameters on devices of one kind"),
+        (c.built == "first" and c.model == "two devices", "refused: a model is spread over devices first"),
         (c.static_graph and c.find_unused, "DDP: a static graph finds unused parameters by itself"),
         (c.shard == "element" and c.optimizer in WHOLE, "refused: it needs whole tensors"),
         (c.optimizer in ("Adafactor", "Peculiar") and c.model == "odd", "it divides by the number of elements"),

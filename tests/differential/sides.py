@@ -113,17 +113,20 @@ class Side:
         skip = op.skip if op.only is None or op.only == self.rank else ()
         place = "late" if op.late == self.rank else place
         result = self.wrapped(data, skip, place).square().mean()
-        if op.bad != self.rank:
-            return result
-        if number % 2 or self.config.static_graph:
-            return result * float("inf")
-        return result + self.params()[number % len(self.params())][1].flatten()[-1:].sum() * float("inf")
+        return result * float("inf") if op.bad == self.rank and number % 2 else result
 
     def backward(self, op: Backward, number: int, place: str = "") -> Tensor:
         with contextlib.nullcontext() if op.sync else self.no_sync():
             loss = self.loss(op, number, place)
+            spoilt = self.params()[number % len(self.params())][1]
+            handle = spoilt.register_hook(with_infinity) if self._spoils(op, number, spoilt) else None
             (self.scaler.scale(loss) if op.scaled else loss).backward()
+            if handle is not None:
+                handle.remove()
         return loss.detach()
+
+    def _spoils(self, op: Backward, number: int, param: Tensor) -> bool:
+        return op.bad == self.rank and number % 2 == 0 and param.requires_grad and param.numel() > 0
 
     def no_sync(self) -> Any:
         return self.wrapped.no_sync()
@@ -192,6 +195,13 @@ class Side:
 
     def clip_in_join(self, max_norm: float) -> None:
         self.clip(Clip(max_norm))
+
+
+def with_infinity(gradient: Tensor) -> Tensor:
+    """Its last element is infinite."""
+    added = torch.zeros_like(gradient)
+    added[tuple(size - 1 for size in gradient.shape)] = float("inf")
+    return gradient + added
 
 
 class Plain(Side):

@@ -161,6 +161,8 @@ class Trial:
             # Known, and wrong until issue 28: ranks compare what is frozen in the next backward, and a rank without
             # any input does not come. The others wait until the time-out.
             op = replace(op, batches=tuple(max(count, 1) for count in op.batches))
+        if isinstance(op, RaiseInStep) and config.masters == "stochastic":
+            op = RaiseInStep()  # (a step that failed has drawn no random numbers)
         if isinstance(op, Raise) and self.joined:
             # Known, and wrong until issue 28: after a Join context a batch that fails on one rank cannot be skipped.
             op = replace(op, rank=None)
@@ -370,10 +372,8 @@ class Trial:
 
     def _raiseinstep(self, op: RaiseInStep) -> None:
         Fails.told = op.when
-        # (With a closure all buckets are stepped at once, so that it fails at the same place on every rank.)
-        arguments = {"closure": lambda: None} if op.when == "after" else {}
-        try:
-            self.ours.optimizer.step(**arguments)
+        try:  # with a closure all buckets are stepped at once, so that it fails at the same place on every rank
+            self.ours.optimizer.step(closure=lambda: None)
         except RuntimeError as error:
             if "own step failed" not in str(error):
                 raise
