@@ -22,7 +22,7 @@ from shardstep.layout.partition import extend, partition
 from shardstep.layout.specs import Bucket, Layout, ParamSpec
 from tests.harness import run_ranks
 
-relaxed = settings(deadline=None, max_examples=60)
+relaxed = settings(deadline=None, max_examples=100)
 ITEMSIZES = {"float32": 4, "bfloat16": 2, "float64": 8}
 CAP = 25 * 2**20
 # What docs/design.md allows: an equal shard is at most 1 + 1/256 of its part of a padded bucket, and padding is at most
@@ -58,7 +58,7 @@ def spec_lists(
     kinds = {
         "granularity": st.sampled_from(granularities),
         "dtype": st.sampled_from(sorted(ITEMSIZES)),
-        "device": st.sampled_from(["cpu#0", "cuda#0", "cuda#1"]),
+        "device": st.sampled_from(["cpu#0", "cpu#0", "cuda#0"]),
         "trainable": st.sampled_from(trainable),
         "master": st.sampled_from(["none", "none", "remainder"]),
     }
