@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import shardstep
 from shardstep.params import ddp_wraps
-from tests import forkserver, verdicts
+from tests import forkserver
 from tests.traces import Start
 
 _STARTING = 60.0  # seconds in which all processes of a call have to be there
@@ -108,12 +108,11 @@ class _Process(NamedTuple):
 
 
 _idle: list[_Process] = []
-_verdicts: dict[str, Any] = {}  # of the probe, see tests.verdicts
 
 
 def _start() -> _Process:
     ours, theirs = forkserver.context.Pipe()
-    process = forkserver.context.Process(target=_work, args=(theirs, _verdicts), daemon=True)
+    process = forkserver.context.Process(target=_work, args=(theirs,), daemon=True)
     process.start()
     theirs.close()
     return _Process(process, ours)
@@ -132,9 +131,7 @@ def _await(processes: list[_Process], timeout: float) -> list[tuple[str, float, 
             outcomes.append(("error", float("inf"), f"still running after {timeout} s"))
             continue
         try:
-            *outcome, found = pipe.recv()
-            outcomes.append(tuple(outcome))
-            _verdicts.update(found)
+            outcomes.append(pipe.recv())
         except (EOFError, ConnectionResetError):
             process.join(5)
             # First, whenever it is noticed: nobody dies of what another rank tells.
@@ -161,13 +158,12 @@ def _throw_away(process: _Process, patience: float = 0) -> None:
 # --- in the process of a rank -----------------------------------------------------------------------------------------
 
 
-def _work(pipe: Connection, known: dict[str, Any]) -> None:
+def _work(pipe: Connection) -> None:
     from tests import prepared  # was imported before the fork
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     gc.freeze()  # as in tests.prepared: what was imported since
-    verdicts.learn(known)
     ddp_wraps.watched_parameters()  # its hook stays with the process: it is there from the start
     start = None
     while True:
@@ -202,9 +198,9 @@ def _answer(pipe: Connection, call: bytes, start: Start | None) -> bool:
         result = function(rank, world_size, *args, **kwargs)
         buffer = io.BytesIO()
         torch.save(result, buffer)
-        pipe.send(("ok", time.time(), buffer.getvalue(), verdicts.news()))
+        pipe.send(("ok", time.time(), buffer.getvalue()))
         dist.destroy_process_group()
         return True
     except BaseException:
-        pipe.send(("error", time.time(), traceback.format_exc(), verdicts.news()))
+        pipe.send(("error", time.time(), traceback.format_exc()))
         return False
