@@ -108,11 +108,12 @@ class _Process(NamedTuple):
 
 
 _idle: list[_Process] = []
+_verdicts: dict[str, Any] = {}  # of the probe, see tests.prepared
 
 
 def _start() -> _Process:
     ours, theirs = forkserver.context.Pipe()
-    process = forkserver.context.Process(target=_work, args=(theirs,), daemon=True)
+    process = forkserver.context.Process(target=_work, args=(theirs, _verdicts), daemon=True)
     process.start()
     theirs.close()
     return _Process(process, ours)
@@ -131,7 +132,9 @@ def _await(processes: list[_Process], timeout: float) -> list[tuple[str, float, 
             outcomes.append(("error", float("inf"), f"still running after {timeout} s"))
             continue
         try:
-            outcomes.append(pipe.recv())
+            *outcome, found = pipe.recv()
+            outcomes.append(tuple(outcome))
+            _verdicts.update(found)
         except (EOFError, ConnectionResetError):
             process.join(5)
             # First, whenever it is noticed: nobody dies of what another rank tells.
@@ -158,12 +161,13 @@ def _throw_away(process: _Process, patience: float = 0) -> None:
 # --- in the process of a rank -----------------------------------------------------------------------------------------
 
 
-def _work(pipe: Connection) -> None:
+def _work(pipe: Connection, known: dict[str, Any]) -> None:
     from tests import prepared  # was imported before the fork
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     gc.freeze()  # as in tests.prepared: what was imported since
+    prepared.learn(known)
     ddp_wraps.watched_parameters()  # its hook stays with the process: it is there from the start
     start = None
     while True:
@@ -180,6 +184,8 @@ def _work(pipe: Connection) -> None:
 
 def _answer(pipe: Connection, call: bytes, start: Start | None) -> bool:
     """Make one call and send its outcome; whether it succeeded."""
+    from tests.prepared import news
+
     torch.manual_seed(0)
     random.seed()
     try:
@@ -198,9 +204,9 @@ def _answer(pipe: Connection, call: bytes, start: Start | None) -> bool:
         result = function(rank, world_size, *args, **kwargs)
         buffer = io.BytesIO()
         torch.save(result, buffer)
-        pipe.send(("ok", time.time(), buffer.getvalue()))
+        pipe.send(("ok", time.time(), buffer.getvalue(), news()))
         dist.destroy_process_group()
         return True
     except BaseException:
-        pipe.send(("error", time.time(), traceback.format_exc()))
+        pipe.send(("error", time.time(), traceback.format_exc(), news()))
         return False

@@ -2,9 +2,9 @@
 
 (If that could not import it, because it was started elsewhere, each of them does it.)
 
-A process asks the probe once about a class of torch.optim with the same options, not for every optimizer that is built:
-that is most of what building one takes. Classes of tests, which may change, are probed each time; so is a class of
-torch.optim in which a test has replaced something.
+The probe is asked once about a class of torch.optim with the same options, not for every optimizer that is built: that
+is most of what building one takes. What it says goes from process to process. Classes of tests, which may change, are
+probed each time; so is a class of torch.optim in which a test has replaced something.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ class _Memory:
     """(No dict of the module: a process whose dicts have grown is not used again, see ``tests.traces``.)"""
 
     def __init__(self) -> None:
-        self.verdicts: dict[str, Verdict] = {}
+        self.known: dict[str, Verdict] = {}
+        self.news: dict[str, Verdict] = {}
         classes = [kind for kind in vars(torch.optim).values() if isinstance(kind, type)]
         self.parts = {kind: _parts(kind) for kind in classes}  # when nothing was replaced yet
 
@@ -44,9 +45,22 @@ def _remembered(
         return examine(optimizer_class, defaults, options, like, vouched=vouched)
     name = optimizer_class.__module__, optimizer_class.__qualname__
     key = repr((*name, defaults, options, like.dtype, like.device, vouched))
-    if key not in _memory.verdicts:
-        _memory.verdicts[key] = examine(optimizer_class, defaults, options, like, vouched=vouched)
-    return _memory.verdicts[key]
+    if key not in _memory.known:
+        _memory.known[key] = examine(optimizer_class, defaults, options, like, vouched=vouched)
+        if " at 0x" not in key:  # something else may be there in another process
+            _memory.news[key] = _memory.known[key]
+    return _memory.known[key]
+
+
+def learn(verdicts: dict[str, Verdict]) -> None:
+    """Of other processes."""
+    _memory.known.update(verdicts)
+
+
+def news() -> dict[str, Verdict]:
+    """What this process found out since it was last asked."""
+    found, _memory.news = _memory.news, {}
+    return found
 
 
 _memory = _Memory()

@@ -45,23 +45,23 @@ def test_the_next_call_runs_in_the_same_processes_unless_it_wants_fresh_ones():
     assert set(run_ranks(pid, 4)) > set(first)
 
 
-def asks_the_probe(rank: int, world: int) -> list[int]:
-    """How often it was asked: by two optimizers of a class, by two more with another step."""
+def asks_the_probe(rank: int, world: int, lr: float, replace: bool = False) -> int:
+    """How often it was asked for two optimizers of a class."""
     from tests import prepared  # not in the process of the tests: it changes what it is imported in
 
     asked, real, step = [], prepared.examine, SGD.step
     prepared.examine = lambda *args, **kwargs: asked.append(1) or real(*args, **kwargs)
-    counts = []
-    for _ in range(2):
-        for _ in range(2):
-            ZeroRedundancyOptimizer([Parameter(torch.ones(5))], SGD, lr=0.123)
-        counts.append(len(asked))
+    if replace:
         SGD.step = lambda self, closure=None: step(self, closure)  # type: ignore[method-assign]
-    return counts
+    for _ in range(2):
+        ZeroRedundancyOptimizer([Parameter(torch.ones(5))], SGD, lr=lr)
+    return len(asked)
 
 
-def test_the_probe_is_asked_once_about_a_class_and_each_time_if_something_in_it_was_replaced():
-    assert run_ranks(asks_the_probe, 2, fresh=True) == [[1, 3]] * 2
+def test_what_the_probe_found_out_goes_to_other_processes_unless_a_test_had_replaced_something():
+    lr = random.random()
+    for replace, expected in ((True, 2), (False, 1), (False, 0), (True, 2)):
+        assert run_ranks(asks_the_probe, 2, lr, replace, fresh=True) == [expected] * 2
 
 
 def sets_what_is_put_back(rank: int, world: int) -> int:
