@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 import shardstep
 from shardstep.params import ddp_wraps
-from tests import forkserver, verdicts
+from tests import forkserver
 from tests.traces import Start
 
 _STARTING = 60.0  # seconds in which all processes of a call have to be there
@@ -108,7 +108,7 @@ class _Process(NamedTuple):
 
 
 _idle: list[_Process] = []
-_verdicts: dict[str, Any] = {}  # of the probe, see tests.verdicts
+_verdicts: dict[str, Any] = {}  # of the probe, see tests.prepared
 
 
 def _start() -> _Process:
@@ -167,7 +167,7 @@ def _work(pipe: Connection, known: dict[str, Any]) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     gc.freeze()  # as in tests.prepared: what was imported since
-    verdicts.learn(known)
+    prepared.learn(known)
     ddp_wraps.watched_parameters()  # its hook stays with the process: it is there from the start
     start = None
     while True:
@@ -184,6 +184,8 @@ def _work(pipe: Connection, known: dict[str, Any]) -> None:
 
 def _answer(pipe: Connection, call: bytes, start: Start | None) -> bool:
     """Make one call and send its outcome; whether it succeeded."""
+    from tests.prepared import news
+
     torch.manual_seed(0)
     random.seed()
     try:
@@ -202,9 +204,9 @@ def _answer(pipe: Connection, call: bytes, start: Start | None) -> bool:
         result = function(rank, world_size, *args, **kwargs)
         buffer = io.BytesIO()
         torch.save(result, buffer)
-        pipe.send(("ok", time.time(), buffer.getvalue(), verdicts.news()))
+        pipe.send(("ok", time.time(), buffer.getvalue(), news()))
         dist.destroy_process_group()
         return True
     except BaseException:
-        pipe.send(("error", time.time(), traceback.format_exc(), verdicts.news()))
+        pipe.send(("error", time.time(), traceback.format_exc(), news()))
         return False

@@ -1,4 +1,4 @@
-"""What sharded results are compared with: the plain optimizer on the same gradients, bit by bit."""
+"""What sharded results are compared with: the plain optimizer on the same gradients, bit by bit. See also ``twins``."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from torch.nn import Parameter
 SHAPES = ((7, 5), (13,), (3, 4, 2), (1,), (11, 8))
 
 
+def values(shape: Sequence[int], seed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """Normal numbers that are the same on every rank; complex ones for a complex dtype."""
+    generator = torch.Generator().manual_seed(seed)
+    wide = torch.complex128 if dtype.is_complex else torch.float64
+    return torch.randn(tuple(shape), generator=generator, dtype=wide).to(dtype)
+
+
 def parameters(shapes: Iterable[Sequence[int]] = SHAPES, dtype: torch.dtype = torch.float64) -> list[Parameter]:
     """The same parameters on every rank and in every call."""
-    return [Parameter(_values(shape, 1000 + position).to(dtype)) for position, shape in enumerate(shapes)]
+    return [Parameter(values(shape, 1000 + position, dtype)) for position, shape in enumerate(shapes)]
 
 
 def set_gradients(params: Iterable[Tensor], step: int) -> None:
     """The gradients of one step: the same on every rank."""
     for position, param in enumerate(params):
-        param.grad = _values(param.shape, 100 * step + position).to(param.dtype)
+        param.grad = values(param.shape, 100 * step + position, param.dtype)
 
 
 def train(optimizer: Any, params: Sequence[Tensor], steps: Iterable[int]) -> None:
@@ -31,26 +38,25 @@ def train(optimizer: Any, params: Sequence[Tensor], steps: Iterable[int]) -> Non
         optimizer.step()
 
 
-def difference(a: Any, b: Any, where: str = "") -> str:
-    """The first place at which two nested values are not bit-equal; empty if they are."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        alike = a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
-        return "" if alike else f"{where}: {a} is not {b}"
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        if list(a) != list(b) and set(a) != set(b):
-            return f"{where}: keys {list(a)} are not {list(b)}"
-        return next(filter(None, (difference(a[key], b[key], f"{where}[{key!r}]") for key in a)), "")
-    if isinstance(a, (list, tuple)) and type(a) is type(b):
-        if len(a) != len(b):
-            return f"{where}: length {len(a)} is not {len(b)}"
-        return next(filter(None, (difference(a[i], b[i], f"{where}[{i}]") for i in range(len(a)))), "")
-    return "" if type(a) is type(b) and a == b else f"{where}: {a!r} is not {b!r}"
-
-
-def assert_same(a: Any, b: Any, claim: str = "") -> None:
-    """Bit-equal, through dicts, lists and tuples."""
-    found = difference(a, b)
-    assert not found, f"{claim} {found}"
+def assert_same(ours: Any, expected: Any, where: str = "", close: tuple[float, float] | None = None) -> None:
+    """Equal through dicts, lists and tuples: types, keys, dtypes, shapes, and every bit (or ``close``: rtol, atol)."""
+    if isinstance(ours, Tensor) and isinstance(expected, Tensor):
+        assert (ours.dtype, ours.shape) == (expected.dtype, expected.shape), f"{where}: {ours} is not {expected}"
+        if close is None:
+            assert torch.equal(ours.cpu(), expected.cpu()), f"{where}: {ours} is not {expected}"
+        else:
+            torch.testing.assert_close(ours.cpu(), expected.cpu(), rtol=close[0], atol=close[1], msg=where)
+    elif isinstance(ours, Mapping) and isinstance(expected, Mapping):
+        assert ours.keys() == expected.keys(), f"{where}: keys {list(ours)} are not {list(expected)}"
+        for key in expected:
+            assert_same(ours[key], expected[key], f"{where}[{key!r}]", close)
+    elif isinstance(expected, (list, tuple)) and type(ours) is type(expected):
+        assert len(ours) == len(expected), f"{where}: length {len(ours)} is not {len(expected)}"
+        for position, (one, other) in enumerate(zip(ours, expected, strict=True)):
+            assert_same(one, other, f"{where}[{position}]", close)
+    else:
+        assert type(ours) is type(expected), f"{where}: {ours!r} is not {expected!r}"
+        assert ours == expected, f"{where}: {ours!r} is not {expected!r}"
 
 
 def values_of(params: Iterable[Tensor]) -> list[Tensor]:
@@ -64,7 +70,3 @@ def error_of(call: Callable[[], Any], claim: str = "") -> BaseException:
     except Exception as error:
         return error
     raise AssertionError(f"{claim}: expected an error but there was none")
-
-
-def _values(shape: Sequence[int], seed: int) -> Tensor:
-    return torch.randn(tuple(shape), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)

@@ -25,7 +25,6 @@ def test_without_a_gpu_the_target_says_so_in_a_sentence_and_fails(target: str) -
     assert not (ROOT / ".venv-gpu").exists()
 
 
-@pytest.mark.extended
 @pytest.mark.long
 def test_the_benchmark_for_gpus_runs_every_variant_on_the_cpu_and_writes_no_results(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cpu", "--small", "--rounds", "2"]

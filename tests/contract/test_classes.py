@@ -18,7 +18,8 @@ from torch.nn import Parameter
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
-from tests.twins import Twins, assert_same, parameters, values
+from tests.oracle import assert_same, parameters, values
+from tests.twins import Twins
 
 CLASSES = {
     name: kind

@@ -15,10 +15,7 @@ from shardstep.tools import cli
 from tests.docs import site as sites
 from tests.docs.site import ROOT, Outline, Page, article, build, markdown_pages, problems
 
-pytestmark = [
-    pytest.mark.docs,
-    pytest.mark.skipif(not sites.MKDOCS.exists(), reason="in the environment of make test-docs"),
-]
+pytestmark = pytest.mark.skipif(not sites.MKDOCS.exists(), reason="in the environment of make test-docs")
 
 NOT_PUBLIC = {"saves", "attendance"}  # of the optimizer: its docstring says so
 BROKEN = {

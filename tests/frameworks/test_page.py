@@ -12,8 +12,6 @@ from tests.frameworks.launch import start
 from tests.launch import ROOT
 from tests.test_snippets import snippets_of
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.long]
-
 SNIPPET = re.compile(r"^```python\n(.*?)^```\n", re.DOTALL | re.MULTILINE)
 
 

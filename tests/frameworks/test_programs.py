@@ -7,8 +7,6 @@ import pytest
 from tests.frameworks import programs
 from tests.frameworks.launch import start
 
-pytestmark = pytest.mark.frameworks
-
 PACKAGES = {"lightning": "lightning", "fabric": "lightning", "trainer": "transformers"}
 
 

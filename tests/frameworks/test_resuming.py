@@ -20,7 +20,7 @@ from tests.frameworks import worker
 from tests.frameworks.launch import start
 from tests.frameworks.work import HOOK, PLAIN, ZERO1, ZERO2
 
-pytestmark = [pytest.mark.frameworks, pytest.mark.long, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 TOLERANCE = 1e-12
 PACKAGES = {

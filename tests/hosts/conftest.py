@@ -10,14 +10,6 @@ import pytest
 
 from tests.hosts.namespaces import Host, open_hosts, why_not
 
-HERE = Path(__file__).parent
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.is_relative_to(HERE):
-            item.add_marker("hosts")
-
 
 @pytest.fixture(scope="session")
 def namespaces() -> None:

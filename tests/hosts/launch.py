@@ -2,19 +2,54 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from tests.hosts.namespaces import ROOT, Host, Program
+import torch
+
+from tests.hosts.namespaces import ROOT, Host, Program, open_hosts
 
 _PORT = 29400
 # Which ranks run on which host.
 Arrangement = list[list[int]]
+
+
+class Task(NamedTuple):
+    """What ``worker.py`` does on every rank."""
+
+    module: str
+    function: str  # is given the folder that all hosts share, and ``args``
+    args: Sequence[Any] = ()
+    timeout: float = 60  # of the process group, seconds
+
+    def command(self, folder: Path) -> list[str | Path]:
+        return [Path(__file__).parent / "worker.py", folder, json.dumps(self)]
+
+
+def run_on_hosts(
+    function: Callable[..., Any], arrangement: Arrangement, folder: Path, *args: Any, by_torchrun: bool = True
+) -> list[Any]:
+    """``function(folder, *args)`` on every rank of a job; the results by rank. It is a function of a module."""
+    command = Task(function.__module__, function.__name__, args).command(folder)
+    counts = [len(ranks) for ranks in arrangement]
+    with open_hosts(len(counts), folder) as hosts:
+        if by_torchrun:
+            started = torchrun(hosts, counts, command, folder)
+        else:
+            started = rank_by_rank(hosts, arrangement, command, folder)
+        with started as job:
+            job.succeed(150)
+    return results_of(folder, sum(counts))
+
+
+def results_of(folder: Path, ranks: int) -> list[Any]:
+    return [torch.load(folder / f"rank{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
 class Launched(NamedTuple):

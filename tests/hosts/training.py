@@ -1,10 +1,8 @@
-"""What the jobs of these tests train: a small model, in every mode, and what the design says that comes out."""
+"""What the jobs of these tests train: a small model, in every mode."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +32,12 @@ def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
     return nn.Sequential(nn.Linear(9, 130), nn.Tanh(), nn.Linear(130, 90), nn.Tanh(), nn.Linear(90, 4)).to(dtype)
 
 
+def plain(model: nn.Module) -> Training:
+    return Training(model, model, AdamW(model.parameters(), lr=1e-2))
+
+
 def ddp(model: nn.Module) -> Training:
-    return Training(model, DistributedDataParallel(model), AdamW(model.parameters(), lr=1e-2))
+    return plain(model)._replace(forward=DistributedDataParallel(model))
 
 
 def default(model: nn.Module, rule: type[Optimizer] = AdamW, **options: Any) -> Training:
@@ -63,26 +65,6 @@ MODES: dict[str, Callable[..., Training]] = {
 SUMMED = ["shard_gradients", "reduce_scatter_hook"]
 
 
-class Variant(NamedTuple):
-    """What must not show in the results."""
-
-    shared_memory: bool
-    cap: float  # bucket_cap_mb
-
-    @contextmanager
-    def chosen(self) -> Iterator[None]:
-        """While optimizers are built."""
-        if not self.shared_memory:
-            os.environ["SHARDSTEP_SHARED_MEMORY"] = "0"
-        try:
-            yield
-        finally:
-            os.environ.pop("SHARDSTEP_SHARED_MEMORY", None)
-
-
-VARIANTS = [Variant(True, 25), Variant(False, 25), Variant(True, SMALL_CAP)]
-
-
 def loss_of(training: Training, rank: int, step: int) -> Tensor:
     dtype = next(training.model.parameters()).dtype
     generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -100,27 +82,3 @@ def train(training: Training, reduce: Callable[[Tensor], Tensor] | None = None) 
             param.grad = reduce(param.grad)
         training.optimizer.step()
     return [param.detach().clone() for param in training.model.parameters()]
-
-
-def by_hand(dtype: torch.dtype, arrangement: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The weights by the definition of docs/design.md: the plain optimizer on sums in the promised order."""
-    model = make_model(dtype)
-    plain = Training(model, model, AdamW(model.parameters(), lr=1e-2))
-    return train(plain, lambda gradient: mean_by_host(gradient, arrangement))
-
-
-def mean_by_host(gradient: Tensor, arrangement: Sequence[Sequence[int]]) -> Tensor:
-    """The ranks of a host in order, then hosts by their lowest rank; half precision in float32, rounded once."""
-    parts = [torch.empty_like(gradient) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, gradient.contiguous())
-    wide = torch.float32 if gradient.dtype == torch.bfloat16 else gradient.dtype
-    hosts = sorted(sorted(ranks) for ranks in arrangement)
-    total = in_order([in_order([parts[rank].to(wide) for rank in ranks]) for ranks in hosts])
-    return (total / len(parts)).to(gradient.dtype)
-
-
-def in_order(summands: Sequence[Tensor]) -> Tensor:
-    total = summands[0]
-    for summand in summands[1:]:
-        total = total + summand
-    return total

@@ -17,7 +17,6 @@ from tests.optimizers.training import Facts
 LIMITS = {"timeout": 300, "pg_timeout": 120}
 
 
-@pytest.mark.extra
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("subject", subjects(), ids=str)
 def test_every_class_trains_as_the_plain_one_and_resumes_or_is_refused_by_name(subject, tmp_path):

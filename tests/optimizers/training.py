@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from tests.optimizers.catalogue import Subject, switch_off_compilers
+from tests.oracle import values
 
 SAVED_AT, END = 3, 6  # steps
 # 8-bit and 4-bit states are made from 4096 elements on, some only of multiples of 256 or 128. 4096, 12288 and 8192 are
@@ -70,17 +71,12 @@ class Model(nn.Module):
         super().__init__()
         shapes = SHAPES[course.shapes]
         self.weights = nn.ParameterList(
-            Parameter(noise(shape, 100 * seed + i, course.dtype)) for i, shape in enumerate(shapes)
+            Parameter(values(shape, 100 * seed + i, course.dtype)) for i, shape in enumerate(shapes)
         )
 
     @property
     def params(self) -> list[Parameter]:
         return list(self.weights)
-
-
-def noise(shape: Sequence[int], seed: int, dtype: torch.dtype) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(dtype)
 
 
 def groups_of(subject: Subject, course: Course, params: Sequence[Tensor]) -> list[Any]:
@@ -109,7 +105,7 @@ def loss_of(params: Sequence[Tensor], step: int) -> Tensor:
 
 
 def _direction(param: Tensor, step: int, position: int) -> Tensor:
-    return noise(param.shape, 10_000 + 100 * step + position, param.dtype)
+    return values(param.shape, 10_000 + 100 * step + position, param.dtype)
 
 
 def train(optimizer: Any, params: Sequence[Tensor], steps: Iterable[int], drive: str, seed: int = 0) -> None:

@@ -12,8 +12,6 @@ import pytest
 import shardstep
 from tests.package.conftest import ROOT, TORCH
 
-pytestmark = pytest.mark.package
-
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"
 
 

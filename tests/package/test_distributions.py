@@ -13,7 +13,7 @@ import pytest
 import shardstep
 from tests.package.conftest import ROOT, Distributions, run
 
-pytestmark = [pytest.mark.package, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 SOURCE = ROOT / "src" / "shardstep"
 

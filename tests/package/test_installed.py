@@ -13,7 +13,7 @@ import shardstep
 from tests.package.conftest import ROOT, Environment
 from tests.readme import EXAMPLE, LEAVE, SAVING, assert_half_the_state
 
-pytestmark = [pytest.mark.package, pytest.mark.timeout(1800)]  # the first test installs torch
+pytestmark = pytest.mark.timeout(1800)  # the first test installs torch
 
 TELL = """
 import importlib.metadata, json, shardstep

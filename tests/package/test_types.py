@@ -13,7 +13,7 @@ import pytest
 
 from tests.package.conftest import Environment, run
 
-pytestmark = [pytest.mark.package, pytest.mark.timeout(1800)]  # the first test installs torch
+pytestmark = pytest.mark.timeout(1800)  # the first test installs torch
 
 HERE = Path(__file__).parent
 PROGRAM, MISTAKES = HERE / "typed_program.py", HERE / "typed_mistakes.py"

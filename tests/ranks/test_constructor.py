@@ -11,7 +11,8 @@ from torch.optim import SGD, AdamW
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
-from tests.twins import Twins, parameters, values
+from tests.oracle import parameters, values
+from tests.twins import Twins
 
 SHAPES = [(7, 5), (5,), (3, 2, 2), (11, 3), (1,)]
 

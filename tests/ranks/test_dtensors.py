@@ -13,8 +13,7 @@ from torch.optim import Adam
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
 from tests.harness import run_ranks
-from tests.oracle import assert_same, values_of
-from tests.twins import values
+from tests.oracle import assert_same, values, values_of
 
 try:
     from torch.distributed._composable.replicate_with_fsdp import replicate

@@ -9,7 +9,8 @@ from torch.nn import Parameter
 from torch.optim import SGD, Adagrad, AdamW, RMSprop
 
 from tests.harness import run_ranks
-from tests.twins import Twins, parameters, values
+from tests.oracle import parameters, values
+from tests.twins import Twins
 
 DTYPES = (torch.bfloat16, torch.float32, torch.float64, torch.bfloat16, torch.float32, torch.float16)
 SIZES = ((7, 5), (11,), (3, 4), (13,), (6, 6), (2, 2))

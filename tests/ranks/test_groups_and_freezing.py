@@ -17,7 +17,8 @@ from tests.differential.cases import run
 from tests.differential.configurations import Configuration
 from tests.differential.programs import Backward, Edit, Freeze, Move, Resume, Step, Unfreeze, ZeroGrad
 from tests.harness import run_ranks
-from tests.twins import Twins, parameters, values
+from tests.oracle import parameters, values
+from tests.twins import Twins
 from tests.versions import needs_adagrad_that_grows
 
 SHAPES = [(7, 5), (5,), (3, 2, 2), (11, 3), (1,)]

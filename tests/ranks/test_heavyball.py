@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.harness import run_ranks
-from tests.twins import Twins, parameters
+from tests.oracle import parameters
+from tests.twins import Twins
 
 pytestmark = pytest.mark.extra
 

@@ -37,7 +37,6 @@ from tests.harness import run_ranks
 from tests.meshes import mesh_of
 from tests.oracle import assert_same, error_of, values_of
 from tests.surroundings import choose
-from tests.twins import assert_same as assert_close
 from tests.versions import needs_complex_ddp
 
 HOOKS = {"at the end": shardstep.hook_with_zero_step, "interleaved": shardstep.hook_with_zero_step_interleaved}
@@ -240,7 +239,7 @@ def several_optimizers(rank: int, world: int, bare: bool) -> None:
             options: dict[str, Any] = {"clip": 0.3, "bucket_cap_mb": cap, "gradient_as_bucket_view": as_view}
             ways = partial(several, ours=True, bare=bare), partial(several, ours=False)
             ours, theirs = (trained(rank, way, make, **options) for way in ways)
-            assert_close(ours, theirs, f"{as_view=} {cap=}", CLOSE)
+            assert_same(ours, theirs, f"{as_view=} {cap=}", CLOSE)
 
 
 @pytest.mark.parametrize("bare", BOTH)
@@ -252,7 +251,7 @@ def test_several_optimizers_and_a_plain_one_share_a_ddp_module_and_are_clipped_a
 def several_in_join(rank: int, world: int) -> None:
     ways = (partial(several, ours=ours, rest=False) for ours in (True, False))
     ours, theirs = (trained(rank, way, count=(4, 0, 6)[rank], join=True) for way in ways)
-    assert_close(ours, theirs, "uneven inputs", CLOSE)
+    assert_same(ours, theirs, "uneven inputs", CLOSE)
 
 
 def test_several_optimizers_take_part_in_one_join_context():
@@ -272,7 +271,7 @@ def nested(rank: int, world: int, hook: str, scattering: bool) -> None:
         options: dict[str, Any] = {"count": 10, "bucket_cap_mb": 4 * CAP, "find_unused_parameters": unused}
         ways = connect, partial(plain, hook=allreduce_hook)
         ours, theirs = (trained(rank, way, lambda: Residual(range(12)), **options) for way in ways)
-        assert_close(ours, theirs, f"{unused=}", CLOSE if scattering else None)
+        assert_same(ours, theirs, f"{unused=}", CLOSE if scattering else None)
 
 
 @pytest.mark.parametrize(("hook", "scattering"), [("at the end", False), ("interleaved", False), ("interleaved", True)])
@@ -331,7 +330,7 @@ def connected(rank: int, world: int) -> None:
             assert_same(trained(rank, ours), expected, f"{hook}: {options}")
     for lazy, views in ((True, False), (False, True), (True, True)):
         ours = partial(under_ddp, lazy_gather=lazy, parameters_as_bucket_view=views)
-        assert_close(trained(rank, ours), expected, f"under DDP: {lazy=} {views=}", CLOSE)
+        assert_same(trained(rank, ours), expected, f"under DDP: {lazy=} {views=}", CLOSE)
 
 
 def test_hooks_train_as_ddp_however_they_are_connected():
@@ -364,10 +363,10 @@ def complex_parameters(rank: int, world: int) -> None:
         expected = trained(rank, partial(plain, hook=allreduce_hook), **options)
         for inner in (allreduce_hook, reduce_scatter_hook):
             ours = trained(rank, partial(stepping, hook="interleaved", inner=inner), **options)
-            assert_close(ours, expected, f"{inner.__name__} {as_view=}", CLOSE)
+            assert_same(ours, expected, f"{inner.__name__} {as_view=}", CLOSE)
         ways = (partial(several, ours=ours) for ours in (True, False))
         ours, theirs = (trained(rank, way, clip=0.3, **options) for way in ways)
-        assert_close(ours, theirs, f"some are all-reduced, {as_view=}", CLOSE)
+        assert_same(ours, theirs, f"some are all-reduced, {as_view=}", CLOSE)
 
 
 @needs_complex_ddp

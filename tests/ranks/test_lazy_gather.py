@@ -13,8 +13,8 @@ from torch import nn
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
+from tests.oracle import parameters
 from tests.surroundings import choose
-from tests.twins import parameters
 
 SHAPES = [(40, 50)] * 6
 

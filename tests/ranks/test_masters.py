@@ -16,8 +16,7 @@ from torch.optim import SGD, AdamW
 from shardstep import ZeroRedundancyOptimizer
 from tests.differential.sides import rounded
 from tests.harness import run_ranks
-from tests.oracle import error_of
-from tests.twins import values
+from tests.oracle import error_of, values
 
 SHAPES = [(7, 5), (5,), (3, 2, 2), (37, 13), (1,)]
 PADDED = [(17,)] * 3  # at 3 ranks each owns one of three parameters in a bucket, and the padding behind it

@@ -17,8 +17,8 @@ from torch.optim import AdamW
 from shardstep import ZeroRedundancyOptimizer, shard_ddp_gradients
 from tests.harness import run_ranks
 from tests.meshes import mesh_of
+from tests.oracle import values
 from tests.ranks.test_masters import SMALL, rounded
-from tests.twins import values
 
 WAYS = ("ddp", "sharded", "sharded in float32", "under ddp")
 

@@ -21,8 +21,8 @@ from torch.optim import SGD, AdamW
 from shardstep import ZeroRedundancyOptimizer, checkpoint
 from shardstep.tools import cli
 from tests.harness import run_ranks
+from tests.oracle import assert_same, values
 from tests.ranks.test_masters import KEPT, SMALL, rounded
-from tests.twins import assert_same, values
 
 WIDE = "a float32 model"  # in place of a mode
 

@@ -11,7 +11,7 @@ from torch.nn import Parameter
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
-from tests.twins import values
+from tests.oracle import values
 
 SHAPES = {"a": (7, 5), "b": (5,), "c": (3, 2, 2), "d": (67, 13), "e": (1,), "f": (700, 700)}  # f: in several blocks
 

@@ -11,8 +11,8 @@ import torch
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
-from tests.oracle import assert_same, values_of
-from tests.twins import Twins, parameters, values
+from tests.oracle import assert_same, parameters, values, values_of
+from tests.twins import Twins
 
 STEPS = 5
 SHAPES = [(7, 5), (5,), (3, 2, 2), (11, 3), (1,)]

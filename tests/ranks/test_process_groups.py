@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Adam, AdamW
 
 from shardstep import ZeroRedundancyOptimizer
+from tests.beside import batch
 from tests.harness import run_ranks
 from tests.meshes import mesh_of
 from tests.oracle import assert_same, parameters, train, values_of
@@ -50,14 +51,10 @@ def test_optimizers_over_several_groups_train_in_turns_and_at_once_as_the_oracle
 # --- meshes -----------------------------------------------------------------------------------------------------------
 
 
-def batch_of(rank: int, step: int) -> Tensor:
-    return torch.randn(4, 9, generator=torch.Generator().manual_seed(1000 * step + rank), dtype=torch.float64)
-
-
 def train_net(model: nn.Module, optimizer: Any) -> None:
     for step in range(3):
         optimizer.zero_grad()
-        model(batch_of(dist.get_rank(), step)).square().mean().backward()
+        model(batch(step, 4, 9)).square().mean().backward()
         optimizer.step()
 
 

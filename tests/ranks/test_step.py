@@ -16,8 +16,8 @@ from tests.differential.cases import run
 from tests.differential.configurations import Configuration
 from tests.differential.programs import Backward, Step
 from tests.harness import run_ranks
-from tests.oracle import error_of
-from tests.twins import Twins, parameters, values
+from tests.oracle import error_of, parameters, values
+from tests.twins import Twins
 
 SHAPES = [(7, 5), (5,), (3, 2, 2), (11, 3), (1,)]
 SMALL = 200 / 2**20  # several buckets, so that the step is split

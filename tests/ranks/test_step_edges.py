@@ -15,7 +15,8 @@ from torch.optim import SGD, AdamW
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
-from tests.twins import Twins, parameters
+from tests.oracle import parameters
+from tests.twins import Twins
 
 
 def odd_caps(rank: int, world: int) -> None:

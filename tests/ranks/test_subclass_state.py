@@ -18,8 +18,7 @@ from shardstep.tools import cli
 from tests.differential.configurations import Packed
 from tests.differential.eight_bits import EightBits
 from tests.harness import run_ranks
-from tests.oracle import error_of, train, values_of
-from tests.twins import assert_same, parameters
+from tests.oracle import assert_same, error_of, parameters, train, values_of
 
 SHAPES = [(64, 64), (33,), (128, 64), (4096,), (5, 7)]
 

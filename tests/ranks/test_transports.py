@@ -21,11 +21,9 @@ from torch.optim import SGD, Adam, AdamW
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
-from tests.oracle import error_of
-from tests.oracle import parameters as few
-from tests.oracle import train as train_few
+from tests.oracle import error_of, parameters, train
 from tests.surroundings import choose, full_disk
-from tests.twins import Twins, parameters
+from tests.twins import Twins
 
 SHAPES = [(7, 5), (130, 90), (5,), (33, 3), (257,), (300, 100)]  # the last is larger than a slot
 SMALL = 20 / 1024  # MiB
@@ -145,15 +143,15 @@ def unpickling(rank: int, world: int) -> None:
     for module, names in UNPICKLES.items():
         for name in names:
             setattr(module, name, forbidden)
-    params = few()
+    params = parameters()
     optimizer = ZeroRedundancyOptimizer(params[:4], Adam, lr=0.1)
-    train_few(optimizer, params, range(1))
+    train(optimizer, params, range(1))
     optimizer.add_param_group({"params": params[4:]})
     optimizer.consolidate_state_dict(to=world - 1)
     optimizer.full_state(params[0])
     optimizer.check_replicas()
-    oracle = Adam(few(), lr=0.1)
-    train_few(oracle, oracle.param_groups[0]["params"], range(1))
+    oracle = Adam(parameters(), lr=0.1)
+    train(oracle, oracle.param_groups[0]["params"], range(1))
     ZeroRedundancyOptimizer(params, Adam, lr=0.1).load_state_dict(oracle.state_dict())
     assert "lr is" in str(error_of(lambda: ZeroRedundancyOptimizer(params, Adam, lr=0.1 + rank)))
 
@@ -168,11 +166,12 @@ def logged(rank: int, world: int) -> list[str]:
     handler.emit = lambda record: texts.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("shardstep").addHandler(handler)
     logging.getLogger("shardstep").setLevel(logging.INFO)
-    Twins(few, Adam)
+    Twins(parameters, Adam)
     assert not texts
     os.environ["TORCH_DISTRIBUTED_DEBUG"] = "DETAIL"
     dist.set_debug_level_from_env()
-    twins = Twins(few, Adam, sharded={"process_group": dist.new_group()})  # at DETAIL torch wraps its process groups
+    # At DETAIL torch wraps its process groups.
+    twins = Twins(parameters, Adam, sharded={"process_group": dist.new_group()})
     twins.step(2)
     twins.check()
     return texts

@@ -19,7 +19,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardstep import ZeroRedundancyOptimizer
 from tests.harness import run_ranks
-from tests.twins import Twins, parameters
+from tests.oracle import parameters
+from tests.twins import Twins
 
 DIFFERS = "the updated parameter differs between whole and in pieces"
 LOW_BIT = ("Adam8bit", "AdamW4bit", "AdamWFp8")  # from 4096 elements on, if they are a multiple of a block
