@@ -1,8 +1,8 @@
 """Which tests a run takes, and with how many threads.
 
 There are two markers. ``long``: a test that takes more than about five seconds, or whose claim a cheaper test makes as
-well (``make test-long``). ``extra``: a test that needs further packages, or root; every test of the folders ``EXTRA`` is
-one, and each of them has a target of its own. ``make test`` runs everything else.
+well (``make test-long``). ``extra``: a test that needs further packages, or root, as all tests of the folders ``EXTRA``
+do; each of these folders has a target of its own. ``make test`` runs everything else.
 """
 
 from __future__ import annotations
