@@ -228,6 +228,7 @@ class Uneven(Operation):
     batches: tuple[int, ...] = (2, 1)
     clip: float | None = None
     epochs: int = 1
+    closure: bool = False  # for the steps
 
 
 @dataclass(frozen=True, repr=False)

@@ -1214,7 +1214,7 @@ def without_memory(t: Trial, call: Callable[[Trial], Any], part: float) -> Any:
 
 
 SMALL = Configuration(cap=0.0003, shard="element", watch="weights", names=True)
-WITHOUT = told(RuntimeError), Odd("on purpose", "")
+WITHOUT = told(RuntimeError), "on purpose"
 # At the last operations the others have all they need. Other calls than these leave the others waiting for the
 # time-out of the process group (docs/log.md, until issue 28).
 MEMORY = [
@@ -1651,6 +1651,15 @@ def forms(t: Trial, code: str) -> Any:
     eval(code, globals(), {"found": next(entry["exp_avg"] for entry in entries if "exp_avg" in entry)})
 
 
+def asks_otherwise(t: Trial) -> None:
+    """At the same moment one rank asks for the norm of one gradient, and the others clip."""
+    before_step(t)
+    if t.rank == ODD:
+        t.ours.model.before.weight.grad.norm()
+    else:
+        t.ours.optimizer.clip_grad_norm_(1.0)
+
+
 def counted_twice(t: Trial) -> None:
     with t.ours.optimizer.count_lost_updates(), t.ours.optimizer.count_lost_updates():
         pass
@@ -1699,6 +1708,11 @@ def unused(t: Trial, *skips: tuple[int, ...]) -> None:
         t.ours.backward(Backward(skip=skip), t.number)
     t.ours.step()
 
+
+OTHERS += [
+    Row("ranks ask for different things", asks_otherwise, RuntimeError, "clip_grad_norm_|norm", replace(SHARDED, ranks=3),
+        OVER),
+]  # fmt: skip
 
 ON_DEVICE = [
     Row(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ import shardstep
 from shardstep import ZeroRedundancyOptimizer
 from tests.differential.configurations import Configuration, optimizer_of
 from tests.differential.models import Expected, Net, batch
-from tests.differential.programs import Backward, Clip, Loop
+from tests.differential.programs import Backward, Clip, Loop, Uneven
 
 HOOKS: dict[str, tuple[Any, Any]] = {
     "hook": (shardstep.hook_with_zero_step, allreduce_hook),
@@ -182,16 +183,23 @@ class Side:
     def join(self) -> Any:
         return Join(self.joinables())
 
-    def uneven(self, count: int, first: int, clip: float | None, join: Any) -> None:
+    def uneven(self, count: int, first: int, op: Uneven, join: Any) -> None:
         """One epoch; ``join`` is the context, new or from the epoch before."""
         with join:
             for number in range(first, first + count):
-                self.zero_grad()
-                self.backward(Backward(), number)
-                if clip is not None:
-                    self.clip_in_join(clip)
-                self.step()
+                if op.closure:
+                    self.step(closure=partial(self._evaluate, number, op.clip))
+                else:
+                    self._evaluate(number, op.clip)
+                    self.step()
         self.zero_grad()
+
+    def _evaluate(self, number: int, clip: float | None) -> Tensor:
+        self.zero_grad()
+        loss = self.backward(Backward(), number)
+        if clip is not None:
+            self.clip_in_join(clip)
+        return loss
 
     def clip_in_join(self, max_norm: float) -> None:
         self.clip(Clip(max_norm))

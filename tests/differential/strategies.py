@@ -166,10 +166,11 @@ def changes(config: Configuration) -> dict[str, Any]:
         found["Switch"] = _phrase(st.just(Switch()))
     if config.may_join:
         found["Uneven"] = st.builds(
-            lambda batches, clip, epochs: (ZeroGrad(), Uneven(batches, clip, epochs)),
+            lambda batches, clip, epochs, closure: (ZeroGrad(), Uneven(batches, clip, epochs, closure)),
             st.sampled_from(((2, 1), (1, 3), (1, 2, 0), (0, 2), (2, 2))),
             st.sampled_from((None, 0.05, 0.05)) if not config.uses_ddp and not config.sixteen else st.none(),
             st.sampled_from((1, 1, 2)),
+            st.booleans(),
         )
     return found
 

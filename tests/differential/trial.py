@@ -157,6 +157,9 @@ class Trial:
             # (torch's fused optimizers make state in a step that finds an inf, and ours does not.)
             bad = op.bad if scaled and config.optimizer != "fused" else None
             return Backward(skip, only, sync, scaled, bad, op.late)
+        if isinstance(op, Uneven):
+            clip = None if config.uses_ddp else op.clip
+            op = replace(op, clip=clip, closure=op.closure and not config.steps_in_backward)
         if isinstance(op, Uneven) and self.refrozen:
             # Known, and wrong until issue 28: ranks compare what is frozen in the next backward, and a rank without
             # any input does not come. The others wait until the time-out.
@@ -391,7 +394,7 @@ class Trial:
         self.joined, contexts = True, [side.join() for side in self.sides]
         for _ in range(op.epochs):
             for side, context in zip(self.sides, contexts, strict=True):
-                side.uneven(counts[self.rank], self.number, None if self.config.uses_ddp else op.clip, context)
+                side.uneven(counts[self.rank], self.number, op, context)
             self.number += max(counts)
             self._spread_plain(counts.index(max(counts)))
         self.synced, self.unsynced, self.stepped = 0, False, True
