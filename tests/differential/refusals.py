@@ -1710,8 +1710,8 @@ def unused(t: Trial, *skips: tuple[int, ...]) -> None:
 
 
 OTHERS += [
-    Row("ranks ask for different things", asks_otherwise, RuntimeError, "clip_grad_norm_|norm", replace(SHARDED, ranks=3),
-        OVER),
+    Row("ranks ask for different things", asks_otherwise, RuntimeError, "clip_grad_norm_|norm",
+        replace(SHARDED, ranks=3), OVER),
 ]  # fmt: skip
 
 ON_DEVICE = [
