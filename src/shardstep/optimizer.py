@@ -6,7 +6,7 @@ import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar, overload
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -15,14 +15,12 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
 from shardstep.comm import collectives
-from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import ProcessGroup, debug_is_on
-from shardstep.comm.rank_groups import DeviceMesh, PortableGroups, opening
+from shardstep.comm.rank_groups import DeviceMesh, opening
 from shardstep.engine import Engine
 from shardstep.grads import clipping, loss_scale
 from shardstep.grads.ddp_buckets import evaluated_once
 from shardstep.grads.mode import GradientMode, check_flags
-from shardstep.grads.parameter_gradients import ParameterGradients
 from shardstep.grads.settings import ReduceSettings
 from shardstep.join import JoinAttendance, UnevenInputs
 from shardstep.layout import plan
@@ -179,7 +177,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
             logger.info("rank %d of %d: %s", self.rank, self.world_size, plan.layout_text(sharded.layout))
 
     def _assemble(self, engine: Engine, attendance: JoinAttendance, views: bool) -> None:
-        """Put the parts together, when an optimizer is built or copied."""
+        """Put the parts together."""
         group = engine.sharded.group
         self.process_group, self.mesh = group.process_group, engine.sharded.ranks.mesh
         self.world_size, self.rank, self.global_rank = group.world_size, group.rank, group.global_rank
@@ -343,31 +341,12 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         if sharded.builder.has_eager_state:  # the new parameters came with state
             self._status.forget()
 
-    def __getstate__(self) -> dict[str, Any]:
-        """For copy and pickle: everything but the process group, which is found again by name, and the hooks."""
-        self.engine.source.check_copyable()
-        return {
-            "defaults": self.defaults,
-            "param_groups": self.param_groups,
-            "optim": self.optim,
-            "_sharded": self.engine.sharded.portable(),
-            "_views": self.parameters_as_bucket_view,
-            "_portable_status": self._status.portable(),
-            "_groups": self.engine.sharded.ranks.portable(),
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        Joinable.__init__(self)
-        state = dict(state)
-        groups: PortableGroups = state.pop("_groups")
-        sharded: ShardedParameters = state.pop("_sharded")
-        views, status = state.pop("_views"), state.pop("_portable_status")
-        super().__setstate__(state)
-        sharded.revive(groups.revive())
-        consensus = RankConsensus(sharded.ranks.everyone, kind="copy")
-        engine = Engine(sharded, self.optim, consensus, ParameterGradients(sharded, consensus))
-        self._assemble(engine, JoinAttendance(self, sharded.ranks), views)
-        self._status.restore(status)
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """For copy, deepcopy and pickle: a copy would share process groups, hooks and buffers with this one."""
+        raise TypeError(
+            "a ZeroRedundancyOptimizer cannot be copied or pickled: its state is spread over the ranks. Build another "
+            "one and load the state: other.load_state_dict(optimizer.state_dict())."
+        )
 
     # --- tools ----------------------------------------------------------------------------------------------------
 

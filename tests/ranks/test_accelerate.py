@@ -17,7 +17,7 @@ from tests.ranks.test_no_process_group import make_model, plain, sharded, train
 from tests.surroundings import as_under_torchrun
 
 accelerate = pytest.importorskip("accelerate")
-WAYS = ["load_state_dict", "checkpoint.load", "trained", "consolidated"]
+WAYS = ["load_state_dict", "checkpoint.load", "trained"]
 
 
 def with_state(way: str, folder: Path) -> tuple[nn.Module, ZeroRedundancyOptimizer]:
@@ -31,8 +31,6 @@ def with_state(way: str, folder: Path) -> tuple[nn.Module, ZeroRedundancyOptimiz
         optimizer.load_state_dict(plain(2)[1].state_dict())
     else:
         train(model, optimizer, range(2))
-        if way == "consolidated":
-            optimizer.consolidate_state_dict(to=0)
     return model, optimizer
 
 

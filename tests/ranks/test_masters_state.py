@@ -78,11 +78,11 @@ def load(form, model, opt, path, saved):
         opt.load_state_dict(copy.deepcopy(saved))
     elif form == "dcp":
         state = {"optim": opt.sharded_state_dict(model)}
-        dcp.load(state, checkpoint_id=path)
+        dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
         opt.load_sharded_state_dict(state["optim"], model)
     else:
         state = {"optim": get_optimizer_state_dict(model, opt)}
-        dcp.load(state, checkpoint_id=path)
+        dcp.load(state, checkpoint_id=path, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
         set_optimizer_state_dict(model, opt, state["optim"])
 
 

@@ -29,8 +29,6 @@ from shardstep import StateShard, ZeroRedundancyOptimizer, checkpoint
 from tests.harness import run_ranks
 from tests.oracle import assert_same, error_of, parameters, set_gradients, train, values_of
 
-MARK = "shardstep_full_state_at_rank"
-
 
 def trained_pair(kind: Any = Adam, steps: int = 2, **options: Any) -> tuple[list, ZeroRedundancyOptimizer, list, Any]:
     """Our parameters and optimizer, the oracle's parameters and optimizer, all stepped."""
@@ -46,8 +44,8 @@ def trained_pair(kind: Any = Adam, steps: int = 2, **options: Any) -> tuple[list
 
 def life_of_a_state_dict(rank: int, world: int) -> None:
     params, optimizer, other, oracle = trained_pair(steps=0)
-    fresh = optimizer.state_dict()
-    assert_same(fresh, oracle.state_dict(), "fresh")
+    fresh = copy.deepcopy(optimizer.state_dict())
+    assert_same(through_a_file(fresh), oracle.state_dict(), "fresh")
     train(optimizer, params, range(2))
     train(oracle, other, range(2))
     optimizer.consolidate_state_dict(to=1)
@@ -56,15 +54,20 @@ def life_of_a_state_dict(rank: int, world: int) -> None:
         assert_same([given, optimizer.state_dict()], [expected, expected], "consolidated")
         assert list(given["state"]) == sorted(given["state"])
     else:
-        assert_same(given, {"state": {}, "param_groups": expected["param_groups"], MARK: 1}, "not the recipient")
-    error = error_of(lambda: optimizer.load_state_dict({**given, "state": {}, MARK: 1}), "marked on every rank")
-    assert isinstance(error, ValueError)
-    assert "rank 1" in str(error)
+        empty = dict.fromkeys(range(len(params)), {})
+        assert_same(dict(given), {"state": empty, "param_groups": expected["param_groups"]}, "not the recipient")
+        assert "rank 1" in str(error_of(lambda: through_a_file(given), "a file without state"))
     optimizer.load_state_dict(fresh)
-    assert_same(optimizer.state_dict(), fresh, "an empty dict is loaded: fresh again")
+    assert_same(through_a_file(optimizer.state_dict()), through_a_file(fresh), "an empty dict is loaded: fresh again")
 
 
-def test_a_state_dict_is_empty_when_fresh_full_at_the_recipient_and_marked_elsewhere():
+def through_a_file(state_dict: Any) -> Any:
+    buffer = io.BytesIO()
+    torch.save(state_dict, buffer)
+    return dict(torch.load(io.BytesIO(buffer.getvalue()), weights_only=True))
+
+
+def test_a_state_dict_is_empty_when_fresh_full_at_the_recipient_and_without_state_elsewhere():
     run_ranks(life_of_a_state_dict, 3)
 
 
@@ -224,9 +227,6 @@ def test_a_state_that_cannot_be_sent_is_an_error_on_every_rank_that_names_the_pa
 SHARDED = StateDictOptions()
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 FULL = StateDictOptions(full_state_dict=True)
-FULL_FLAT = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=True)
-ON_RANK_0 = StateDictOptions(full_state_dict=True, cpu_offload=True)
-FROM_RANK_0 = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 STEPS, END = 2, 4
 
 
@@ -273,53 +273,75 @@ def check_end(model: Mixed, optimizer: Any, claim: str) -> None:
 
 
 def takes_and_saves(rank: int, world: int, root: Path) -> None:
-    oracle_model, oracle = mixed(None, STEPS)
     for shard in ("auto", "tensor"):
         model, optimizer = mixed(shard, STEPS)
         fired: list[int] = []
         optimizer.register_step_pre_hook(lambda *_, fired=fired: fired.append(1))
-        for options in (FULL, FULL_FLAT, ON_RANK_0):
-            expected = get_optimizer_state_dict(oracle_model, oracle, options=options)
-            found = get_optimizer_state_dict(model, optimizer, options=options)
-            assert_same(found, expected if options is not ON_RANK_0 or rank == 0 else {}, f"{shard} {options}")
         for name, options in (("sharded", SHARDED), ("flat", FLAT)):
             form = get_optimizer_state_dict(model, optimizer, options=options)
             dcp.save({"optim": form}, checkpoint_id=root / f"{shard}-{name}")
+        dcp.save({"optim": optimizer}, checkpoint_id=root / f"{shard}-stateful")
         assert fired == [], "torch steps an optimizer that has no state"
         assert all(param.grad is None for param in model.parameters())
         full = get_optimizer_state_dict(model, optimizer, options=FULL)
+        assert "shardstep.checkpoint" in str(error_of(lambda: torch.save(full, io.BytesIO()), "looks like the whole"))
+        assert "full_state" in str(error_of(lambda: full["state"]["embed"]["exp_avg"] + 1, "looks like the whole"))
+        # Consolidated, all ranks switch together: no chunk of one overlaps another's whole tensor.
+        optimizer.consolidate_state_dict(to=world - 1)
+        form = get_optimizer_state_dict(model, optimizer)
+        dcp.save({"optim": form}, checkpoint_id=root / f"{shard}-consolidated")
+        whole = [optimizer.state_dict() if rank == world - 1 else None]
+        dist.broadcast_object_list(whole, world - 1)
         other = "tensor" if shard == "auto" else "auto"
-        for options, given in ((FULL, full), (FROM_RANK_0, full if rank == 0 else {})):
-            kept = copy.deepcopy(given)
-            fresh_model, fresh = mixed(other, 0, model.state_dict())
-            set_optimizer_state_dict(fresh_model, fresh, given, options=options)
-            assert_same(given, kept, "the dict that was given")
-            check_end(fresh_model, fresh, f"{shard} to {other}, full, from rank 0: {options.broadcast_from_rank0}")
+        fresh_model, fresh = mixed(other, 0, model.state_dict())
+        given = named(whole[0], fresh_model, fresh)
+        set_optimizer_state_dict(fresh_model, fresh, given, options=StateDictOptions(strict=False))
+        check_end(fresh_model, fresh, f"{shard} to {other}, whole, without options")
+        fresh_model, fresh = mixed(other, 0, model.state_dict())
+        flat = {f"state.{name}.{key}": value for name, entry in given["state"].items() for key, value in entry.items()}
+        for group in given["param_groups"]:
+            options = {key: value for key, value in group.items() if key != "params"}
+            flat.update((f"param_groups.{name}.{key}", options[key]) for name in group["params"] for key in options)
+        error = error_of(lambda: set_optimizer_state_dict(fresh_model, fresh, flat, options=FLAT), "never fresh")
+        assert "its entry is empty" in str(error), error
+
+
+def named(whole: dict[str, Any], model: nn.Module, optimizer: Any) -> dict[str, Any]:
+    names = {param: name for name, param in model.named_parameters()}
+    order = [names[param] for group in optimizer.param_groups for param in group["params"]]
+    state = {order[index]: entry for index, entry in whole["state"].items()}
+    groups = [{**group, "params": [order[index] for index in group["params"]]} for group in whole["param_groups"]]
+    return {"state": state, "param_groups": groups}
 
 
 def loads(rank: int, world: int, root: Path) -> None:
     """Into the other granularity; at one rank into the plain optimizer."""
     for saved, other in (("auto", "tensor"), ("tensor", "auto"), ("plain", "auto")):
-        for name, options in (("sharded", SHARDED), ("flat", FLAT)):
+        for name in ("sharded", "consolidated", "stateful"):
             model, optimizer = mixed(other if world > 1 else None, 0, mixed(None, STEPS)[0].state_dict())
-            form = {"optim": get_optimizer_state_dict(model, optimizer, options=options)}
-            dcp.load(form, checkpoint_id=root / f"{saved}-{name}")
-            set_optimizer_state_dict(model, optimizer, form["optim"], options=options)
+            # What has no state yet has a mark in what shards saved; nothing in what a whole dict saved, as in torch.
+            planner = dcp.DefaultLoadPlanner(allow_partial_load=saved == "plain" or name == "consolidated")
+            if name == "stateful" and (saved == "plain" or world == 1):
+                continue
+            form = {"optim": optimizer if name == "stateful" else get_optimizer_state_dict(model, optimizer)}
+            dcp.load(form, checkpoint_id=root / f"{saved}-{name}", planner=planner)
+            if name != "stateful":
+                set_optimizer_state_dict(model, optimizer, form["optim"])
             check_end(model, optimizer, f"{saved}-{name} loaded into {other} at {world}")
 
 
-def test_torchs_functions_give_take_and_save_what_they_do_with_the_plain_optimizer(tmp_path):
+def test_torchs_functions_save_and_load_shards_and_take_whole_dicts(tmp_path):
     run_ranks(takes_and_saves, 3, tmp_path)
     model, optimizer = mixed(None, STEPS)
-    for name, options in (("sharded", SHARDED), ("flat", FLAT)):
-        form = get_optimizer_state_dict(model, optimizer, options=options)
+    for name in ("sharded", "consolidated"):
+        form = get_optimizer_state_dict(model, optimizer)
         dcp.save({"optim": form}, checkpoint_id=tmp_path / f"plain-{name}")
     run_ranks(loads, 2, tmp_path)
     run_ranks(loads, 1, tmp_path)
 
 
 def nothing_yet(rank: int, world: int) -> None:
-    for options in (SHARDED, FULL):
+    for options in (SHARDED,):
         model, optimizer = mixed("auto")
         empty = get_optimizer_state_dict(model, optimizer, options=options)
         assert not any(entry for entry in optimizer.state.values())

@@ -227,16 +227,6 @@ def is_member(process_group: dist.ProcessGroup | None) -> bool:
     return is_initialized() and dist.get_rank(process_group) >= 0
 
 
-def group_name(group: Group) -> str:
-    """The name under which ``find_group`` finds the group again, in this process or another one; empty: it has none."""
-    return group.process_group.group_name if group.process_group is not None else ""
-
-
-def find_group(name: str) -> Group:
-    """The group of that name. RuntimeError if this process has none."""
-    return open_group(dist.distributed_c10d._resolve_process_group(name)) if name else alone()  # type: ignore[arg-type]
-
-
 def debug_is_on() -> bool:
     """Whether TORCH_DISTRIBUTED_DEBUG asks for more than silence."""
     return dist.get_debug_level() != dist.DebugLevel.OFF

@@ -18,8 +18,6 @@ from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import (
     Group,
     ProcessGroup,
-    find_group,
-    group_name,
     is_member,
     open_group,
     open_group_over,
@@ -55,10 +53,6 @@ class RankGroups:
         """The ranks of everyone that are in this rank's shard group."""
         numbers = {global_rank: rank for rank, global_rank in enumerate(ranks_of(self.everyone))}
         return [numbers[global_rank] for global_rank in ranks_of(self.shard)]
-
-    def portable(self) -> PortableGroups:
-        """For a copy or a pickle of the optimizer."""
-        return PortableGroups(self.mesh, group_name(self.everyone))
 
     def describe(self) -> str:
         """The arrangement in words, the same on every rank that has the same."""
@@ -176,17 +170,3 @@ def opening(call: str, argument: ProcessGroup | DeviceMesh | None) -> Iterator[C
         if opened or _is_member(argument):
             groups().consensus.report_failure(call, error)
         raise
-
-
-class PortableGroups(NamedTuple):
-    """The groups in a form that copies and pickles take along: process groups by name (empty: there is none)."""
-
-    mesh: DeviceMesh | None
-    everyone: str
-
-    def revive(self) -> RankGroups:
-        """The groups again, in the same run. Not collective: a copy may be made on one rank only."""
-        everyone = find_group(self.everyone)
-        if self.mesh is None or self.mesh.ndim == 1:
-            return one_dimension(everyone, self.mesh)
-        return _two_dimensions(self.mesh, everyone)

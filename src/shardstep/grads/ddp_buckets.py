@@ -133,13 +133,6 @@ class DdpBucketGradients(SteppedByHook, ParameterGradients):
         for usage in self._usages:
             usage.extend()
 
-    def check_copyable(self) -> None:
-        if self._hook is not HookState.NONE:
-            raise RuntimeError(
-                "a copy expects an optimizer without hooks on its parameters, but overlap_with_ddp has some. Copy its "
-                "state dict instead."
-            )
-
 
 class BucketOrder:
     """Which of DDP's buckets comes: its number in this backward, and whether it is the last.

@@ -157,9 +157,3 @@ class DdpReducedGradients(SteppedByHook, ReducedGradients):
     def check_params(self, params: Iterable[Any]) -> None:
         if self.feed is not None:
             self.feed.check_params(list(params))
-
-    def check_copyable(self) -> None:
-        raise RuntimeError(
-            "a copy expects an optimizer that takes gradients from its parameters, but this one takes them from DDP's "
-            "hook. Copy its state dict instead."
-        )

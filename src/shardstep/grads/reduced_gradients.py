@@ -165,12 +165,6 @@ class ReducedGradients(GradientSource):
         check_not_in_ddp(params)
         self._settings.check_params(params)
 
-    def check_copyable(self) -> None:
-        raise RuntimeError(
-            "a copy expects an optimizer without hooks on its parameters, but shard_gradients has some. Copy its state "
-            "dict instead."
-        )
-
     # --- for ShardedGradient --------------------------------------------------------------------------------------
 
     def complete(self) -> None:

@@ -115,6 +115,3 @@ class GradientSource(StepGradients):
     def buffers(self) -> list[Tensor]:
         """Memory that is kept between iterations and holds no gradient then."""
         return []
-
-    def check_copyable(self) -> None:
-        """RuntimeError if a copy of the optimizer would be without what this source has put on the parameters."""

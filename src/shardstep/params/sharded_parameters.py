@@ -5,7 +5,6 @@ It is kept real when groups are added, parameters are frozen or moved, or their 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -385,33 +384,3 @@ class ShardedParameters:
             orders = ((index, order_of(param)) for index, param in self.params.items())
             settings["memory format of parameters"] = str({index: order for index, order in orders if order})
         return [("argument", settings), *group_forms.facts_of(param_groups, self.layout.specs)]
-
-    # --- copies ---------------------------------------------------------------------------------------------------
-
-    def portable(self) -> ShardedParameters:
-        """A twin without the process group and what hangs on it, for copy and pickle."""
-        self.masters.let_go()
-        twin = copy.copy(self)
-        twin.ranks = twin.group = twin.wire = None  # type: ignore[assignment]
-        twin.plan = StepPlan([], [], [], False)
-        twin.index_of = {}
-        twin._memory = copy.copy(self._memory)
-        twin._memory.release()
-        twin.gather_streams = SideStreams()
-        twin._ring = None  # a copy may be made on one rank only, so it cannot open one
-        twin._views = BucketViews() if self._views is not None else None  # made anew: copies share no memory
-        return twin
-
-    def revive(self, ranks: RankGroups) -> None:
-        """After copy or pickle: bind the copied pieces to the copied parameters."""
-        group = ranks.shard
-        if group.world_size != self.layout.world_size:
-            raise RuntimeError(
-                f"a pickled optimizer expects the {self.layout.world_size} ranks it was made on but got "
-                f"{group.world_size}. Use consolidate_state_dict and load_state_dict to change the number of ranks."
-            )
-        self.ranks, self.group, self.wire = ranks, group, group
-        self.index_of = {param: index for index, param in self.given.items()}
-        if self._views is not None:
-            self._views.extend(self.layout, self.params)
-        self.bind()

@@ -16,14 +16,12 @@ from torch.optim import Optimizer
 
 from shardstep.layout.specs import ParamSpec, Piece
 from shardstep.params.local_optimizer import options_of
-from shardstep.params.masters import ROUNDING
 from shardstep.params.option_facts import option_texts
 from shardstep.params.tensor_subclasses import opened
 from shardstep.state.cutting import check_cut_with, local_part
 from shardstep.state.held import HeldParameters
-from shardstep.state.master_weights import MASTER, place_for_master, with_masters, without_old_master
+from shardstep.state.master_weights import with_masters, without_old_master
 from shardstep.state.names import are_positions, saved_names
-from shardstep.state.offers import Offer
 from shardstep.state.shard import filled, shard_of_range, shard_of_whole
 
 
@@ -50,24 +48,23 @@ def sharded_entry(entry: Mapping[str, Any], spec: ParamSpec, piece: Piece, *, bl
     return map_leaves(opened(entry), shard)
 
 
-def sharded_states(held: HeldParameters, optimizer: Optimizer, *, blanks: bool) -> dict[int, dict[str, Any]]:
+def sharded_states(
+    held: HeldParameters, optimizer: Optimizer, *, blanks: bool, shards: bool = True
+) -> dict[int, dict[str, Any]]:
     """This rank's state by parameter index.
 
-    ``blanks``: as places to load into; also for parameters without any, and for masters if the checkpoint has them.
+    ``blanks``: also places to load into, for parameters without any. ``shards``: False leaves what is there plain.
     """
     entries: dict[int, dict[str, Any]] = {}
     state = with_masters(held, optimizer.state)
     for index, piece in sorted(held.pieces.pieces.items()):
         spec, entry = held.layout.spec_of[index], state.get(held.pieces.tensors[index])
         if entry:
-            entries[index] = sharded_entry(entry, spec, piece)
-        elif blanks and held.given[index].requires_grad:
+            entries[index] = sharded_entry(entry, spec, piece) if shards else dict(entry)
+        elif blanks:
             # (DCP would step the optimizer itself with zero gradients, which changes counters and moments.)
             blank = held.blank_state(index, optimizer.param_groups)
             entries[index] = sharded_entry(blank, spec, piece, blank=True)
-        if blanks and index in entries and held.given[index].is_floating_point():
-            place = partial(place_for_master, spec, piece, held.pieces.tensors[index].device)
-            entries[index] = Offer(entries[index], {MASTER: place})
     return entries
 
 
@@ -83,14 +80,7 @@ def named_form(
     entries = sharded_states(held, optimizer, blanks=blanks)
     state: dict[str, Any] = {names[param]: entries.get(index, {}) for index, param in held.given.items()}
     state.update((str(key), value) for key, value in optimizer.state.items() if not isinstance(key, Tensor))
-    groups = named_groups(param_groups, names)
-    return {"state": state, "param_groups": [offered_options(group) if blanks else group for group in groups]}
-
-
-def offered_options(group: dict[str, Any]) -> dict[str, Any]:
-    """A group to load into: what random rounding goes on with is in some checkpoints only."""
-    found = {key: partial(int, group[key]) for key in ROUNDING if key in group}
-    return Offer(group, found) if found else group
+    return {"state": state, "param_groups": named_groups(param_groups, names)}
 
 
 def named_groups(param_groups: Sequence[Mapping[str, Any]], names: Mapping[Tensor, str]) -> list[dict[str, Any]]:

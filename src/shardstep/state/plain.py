@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -16,17 +18,48 @@ from shardstep.params.option_facts import option_facts
 from shardstep.state.cutting import local_part
 from shardstep.state.held import HeldParameters
 from shardstep.state.master_weights import LoadedMasters, take_masters, without_old_master
-from shardstep.state.offers import Offer
-from shardstep.state.shard import filled, is_sharded
-from shardstep.state.status import Snapshot
-
-# In the dict of a rank that did not receive the full state: who did, a rank or a list of them. No optimizer has such a
-# key.
-MARK = "shardstep_full_state_at_rank"
+from shardstep.state.named import map_leaves
+from shardstep.state.shard import StateShard, filled, is_sharded
 
 
-def plain_form(param_groups: Sequence[dict[str, Any]], snapshot: Snapshot | None, rank: int) -> dict[str, Any]:
-    """``{"state": ..., "param_groups": ...}`` with parameters as indices, and the mark where the state is elsewhere."""
+class StateDict(dict[str, Any]):
+    """A state dict that lacks state of other ranks, or has blanks: not to be written to a file as it is.
+
+    What is inside is plain. ``lacks`` says what is missing and what to do; pickling raises it. Without it the dict
+    is pickled as the empty form: no rank has state yet.
+    """
+
+    lacks = ""
+    is_elsewhere = False  # other ranks have all of it
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        if self.lacks:
+            raise RuntimeError(self.lacks)
+        entries = {key: filled(entry) for key, entry in self["state"].items()}
+        state = {key: entry for key, entry in entries.items() if entry}
+        # An OrderedDict, because torch.load(weights_only=True) makes no other dict by its class.
+        return OrderedDict, (), None, None, iter({**self, "state": state}.items())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StateDict:
+        return self._twin({key: copy.deepcopy(value, memo) for key, value in self.items()})
+
+    def __copy__(self) -> StateDict:
+        return self._twin(self)
+
+    copy = __copy__  # type: ignore[assignment]
+
+    def _twin(self, items: Mapping[str, Any]) -> StateDict:
+        twin = StateDict(items)
+        twin.lacks, twin.is_elsewhere = self.lacks, self.is_elsewhere
+        return twin
+
+
+# To another process of this rank, as dcp.async_save with AsyncCheckpointerType.PROCESS sends it. (See StateShard.)
+ForkingPickler.register(StateDict, lambda state_dict: (dict, (dict(state_dict),)))
+
+
+def plain_form(param_groups: Sequence[dict[str, Any]], states: Mapping[Any, Any]) -> dict[str, Any]:
+    """``{"state": ..., "param_groups": ...}`` with parameters as indices."""
     numbers: dict[int, int] = {}
     packed, start = [], 0
     for group in param_groups:
@@ -37,23 +70,11 @@ def plain_form(param_groups: Sequence[dict[str, Any]], snapshot: Snapshot | None
             {key: value for key, value in group.items() if key != "params"}
             | {"params": [numbers[id(param)] for param in group["params"]]}
         )
-    state = {} if snapshot is None else {key: outer_copy(value) for key, value in snapshot.states.items()}
-    form: dict[str, Any] = {"state": state, "param_groups": packed}
-    if snapshot is not None and rank not in snapshot.to:
-        form[MARK] = snapshot.to[0] if len(snapshot.to) == 1 else list(snapshot.to)
-    return form
-
-
-def recipients(state_dict: Mapping[str, Any]) -> str:
-    """Which ranks have the full state, as the mark in this dict says."""
-    ranks = state_dict[MARK]
-    return " or ".join(f"rank {rank}" for rank in (ranks if isinstance(ranks, list) else [ranks]))
+    return {"state": {key: outer_copy(value) for key, value in states.items()}, "param_groups": packed}
 
 
 def outer_copy(value: Any) -> Any:
     """A copy of the outer dict, for a caller that may edit it."""
-    if isinstance(value, Offer):
-        return value.copy()
     return dict(value) if isinstance(value, dict) else value
 
 
@@ -61,6 +82,7 @@ class Loaded(NamedTuple):
     """What was loaded into a local optimizer."""
 
     undo: Callable[[], None]
+    found: bool  # whether there was any state for this rank
     masters: LoadedMasters  # that came with it
 
 
@@ -75,7 +97,7 @@ def load_local(
     If it raises, the optimizer is as it was.
     """
     _check_form(state_dict, param_groups)
-    return _load_undoably(_local_form(state_dict, held), held, optimizer)
+    return _load_undoably(_local_form(state_dict, held, optimizer), held, optimizer)
 
 
 def load_pieces(
@@ -107,6 +129,7 @@ def load_pieces(
 
 
 def _load_undoably(local: dict[str, Any], held: HeldParameters, optimizer: Optimizer) -> Loaded:
+    found = bool(local["state"])
     masters = take_masters(local, held)
     before = optimizer.state, optimizer.param_groups
     attributes = dict(vars(optimizer))
@@ -122,17 +145,19 @@ def _load_undoably(local: dict[str, Any], held: HeldParameters, optimizer: Optim
     except BaseException:
         undo()
         raise
-    return Loaded(undo, masters)
+    return Loaded(undo, found, masters)
 
 
 def _check_form(state_dict: Any, param_groups: Sequence[dict[str, Any]]) -> None:
     """Check that it is a full state dict for these groups, before anything is changed."""
     if not isinstance(state_dict, Mapping):
         raise TypeError(f"load_state_dict expects a dict but got {_text(state_dict)}. {_REMEDY}")
-    if MARK in state_dict:
+    if isinstance(state_dict, StateDict) and state_dict.is_elsewhere:
+        raise ValueError(f"load_state_dict expects the full state on every rank. {state_dict.lacks}")
+    if OLD_MARK in state_dict:
         raise ValueError(
-            f"load_state_dict expects the full state, but this dict was taken on a rank that did not receive it. "
-            f"Load the one that {recipients(state_dict)} returned, to which the state was consolidated."
+            "load_state_dict expects the full state, but this dict was taken on a rank that did not receive it. "
+            f"Load the one of rank {state_dict[OLD_MARK]}, to which the state was consolidated."
         )
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(
@@ -168,13 +193,14 @@ def _check_form(state_dict: Any, param_groups: Sequence[dict[str, Any]]) -> None
 
 
 _REMEDY = "Pass what state_dict() returned."
+OLD_MARK = "shardstep_full_state_at_rank"  # in dicts that 0.2 returned on ranks without the full state
 
 
 def _text(value: Any) -> str:
     return f"a {type(value).__qualname__} ({str(value)[:60]})"
 
 
-def _local_form(state_dict: Mapping[str, Any], held: HeldParameters) -> dict[str, Any]:
+def _local_form(state_dict: Mapping[str, Any], held: HeldParameters, optimizer: Optimizer) -> dict[str, Any]:
     """The dict as the local optimizer would have saved it: its pieces of the state, numbered in its order."""
     saved_groups = state_dict["param_groups"]
     saved_ids = [saved_id for group in saved_groups for saved_id in group["params"]]
@@ -189,13 +215,28 @@ def _local_form(state_dict: Mapping[str, Any], held: HeldParameters) -> dict[str
         local_groups.append(local)
         for index in indices:
             entry = without_old_master(filled(states.get(saved_ids[index])))
+            spec, piece = held.layout.spec_of[index], held.pieces.pieces[index]
             if entry:
-                piece = held.pieces.pieces[index]
-                spec, find_class = held.layout.spec_of[index], partial(held.find_state_class, index)
+                find_class = partial(held.find_state_class, index)
+                entry = map_leaves(entry, _own_memory)
                 local_state[number] = local_part(entry, spec, piece, find_class, "of the loaded dict")
+            elif entry is not None and held.blank_state(index, optimizer.param_groups):
+                raise ValueError(_EMPTY.format(spec.label))
             number += 1
         start += len(saved["params"])
     return {"state": local_state, "param_groups": local_groups}
+
+
+def _own_memory(leaf: Any) -> Any:
+    """A dict that state_dict returned has the live memory; what is loaded has its own."""
+    return copy.deepcopy(leaf) if isinstance(leaf, StateShard) else leaf
+
+
+_EMPTY = (
+    "load_state_dict expects the state of {}, but its entry is empty, although the optimizer makes state for it. Was "
+    "the dict consolidated to another rank, or given to set_optimizer_state_dict in flattened form before the first "
+    "step? Use the dict of the rank that has the state; or a dict that is not flattened; or shardstep.checkpoint."
+)
 
 
 def _complete(optimizer: Optimizer, held: HeldParameters) -> None:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 aten = torch.ops.aten
 
+# What a checkpoint has for a tensor that did not exist yet. No optimizer has such a value.
+BLANK = "shardstep: no state yet"
+
 
 class Part(NamedTuple):
     """A box, and this rank's memory for it: a tensor of the box's sizes."""
@@ -40,7 +43,7 @@ class StateShard(Tensor):
     parts: tuple[Part, ...]
     local: Tensor  # the parts in one piece, as the local optimizer has it
     writes: bool  # whether this rank saves its parts (if many ranks hold a copy, one of them saves it)
-    blank: bool  # made to be loaded into: not saved, and empty unless something was loaded
+    blank: bool  # made to be loaded into: saved as a mark, and no state unless something was loaded
     loaded: bool  # whether DCP asked where to load
 
     @staticmethod
@@ -69,8 +72,10 @@ class StateShard(Tensor):
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-        if not self.writes or self.blank:
+        if not self.writes:
             return []
+        if self.blank:  # DCP refuses to load a key that it has not saved, so something has to be there
+            return [WriteItem(index=MetadataIndex(fqn), type=WriteItemType.BYTE_IO)]
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
@@ -87,7 +92,9 @@ class StateShard(Tensor):
         return [_chunk(part.box) for part in self.parts]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """This rank's memory for the box that DCP means."""
+        """This rank's memory for the box that DCP means; of a blank that is saved, the mark."""
+        if index.offset is None and self.blank:
+            return BLANK  # type: ignore[return-value]
         return next(part.tensor for part in self.parts if part.box.offsets == tuple(index.offset or ()))
 
     # --- a tensor as far as DCP's functions on state dicts need one -------------------------------------------------
@@ -117,6 +124,7 @@ class StateShard(Tensor):
         if func is aten.copy_.default and all(isinstance(arg, StateShard) for arg in args[:2]):
             for mine, other in zip(args[0].parts, args[1].parts, strict=True):
                 mine.tensor.copy_(other.tensor, *args[2:], **kwargs)
+            args[0].loaded = True
             return args[0]
         if func is aten.new_empty.default and isinstance(shard, StateShard):
             # DCP's stager fills the result in, attribute by attribute.
@@ -181,21 +189,27 @@ def shard_of_whole(tensor: Tensor, *, writes: bool = True, blank: bool = False) 
 
 
 def filled(entry: Any) -> Any:
-    """A parameter's state without the blanks that nothing was loaded into; empty if there is nothing else."""
+    """A parameter's state without the blanks that nothing was loaded into; None if there is nothing else."""
     if not isinstance(entry, Mapping):
         return entry
-    shards = [value for value in entry.values() if isinstance(value, StateShard)]
-    if shards and all(map(_is_unfilled, shards)):
-        return {}
-    return {key: filled(value) for key, value in entry.items() if not _is_unfilled(value)}
+    tensors = [value for value in entry.values() if isinstance(value, Tensor) or _is_mark(value)]
+    if tensors and all(map(is_unfilled, tensors)):
+        return None
+    return {key: filled(value) for key, value in entry.items() if not is_unfilled(value)}
 
 
-def _is_unfilled(value: Any) -> bool:
-    return isinstance(value, StateShard) and value.blank and not value.loaded
+def is_unfilled(value: Any) -> bool:
+    """Whether this is a place to load into that nothing was loaded into, or what DCP saved of such a one."""
+    return (isinstance(value, StateShard) and value.blank and not value.loaded) or _is_mark(value)
+
+
+def _is_mark(value: Any) -> bool:
+    return isinstance(value, str) and value == BLANK
 
 
 def is_sharded(entry: Mapping[str, Any]) -> bool:
     """Whether a parameter's state is in pieces, so that ranks have different ones."""
     return not entry or any(
-        is_sharded(value) if isinstance(value, Mapping) else isinstance(value, StateShard) for value in entry.values()
+        is_sharded(value) if isinstance(value, Mapping) else isinstance(value, StateShard) or _is_mark(value)
+        for value in entry.values()
     )

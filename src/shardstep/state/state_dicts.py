@@ -1,26 +1,34 @@
-"""The state half of ZeroRedundancyOptimizer: collecting it, state dicts, and loading them."""
+"""The state half of ZeroRedundancyOptimizer: collecting it, state dicts, and loading them.
+
+[Note: what state_dict returns]
+Nothing tells state_dict who calls it: torch.save, DCP and frameworks all do. So it answers all of them alike, and
+every rank gives the same kind of answer. After consolidate_state_dict one rank has everything and the others nothing;
+otherwise each rank has its pieces. If one rank gave DCP the whole and another one a piece, DCP would find chunks that
+overlap.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import copy
+import sys
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from shardstep.comm import collectives, process_group
+from shardstep.comm import collectives
 from shardstep.comm.codec import decode_options, encode_options
 from shardstep.comm.consensus import RankConsensus
 from shardstep.params.local_optimizer import options_of
 from shardstep.params.progress import Progress
 from shardstep.params.sharded_parameters import ShardedParameters
-from shardstep.params.tensor_subclasses import map_tensors
-from shardstep.state import dcp_caller, dcp_forms, named, placement, plain
+from shardstep.state import named, plain
 from shardstep.state.collect import collect, describe
 from shardstep.state.master_weights import with_masters
 from shardstep.state.names import names_of
-from shardstep.state.status import Snapshot, Status
+from shardstep.state.status import Status
 from shardstep.state.view import StateView
 
 
@@ -78,30 +86,16 @@ class ShardedOptimizer(Optimizer):
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """The state in torch's plain form: loadable by the plain optimizer and at any number of ranks.
+        """The state in torch's plain form: ``{"state": {0: {...}}, "param_groups": [...]}``.
 
-        Not collective. Before the first step it is the empty form. Afterwards call ``consolidate_state_dict`` first:
-        its recipient gets the full state, the other ranks the groups, an empty state and a mark that says who has it.
+        Not collective. After ``consolidate_state_dict(to)``, until the next change, rank ``to`` gets the whole state,
+        loadable by the plain optimizer and at any number of ranks, and the other ranks empty entries. Otherwise every
+        rank gets its own pieces, as ``StateShard``s: for ``torch.distributed.checkpoint``, or to load them back here.
+        A dict that lacks other ranks' state refuses to be pickled, so that no file is written by mistake.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        wanted = dcp_caller.request()
-        status = self._status
-        if wanted is not None and (status.snapshot is None or wanted.full or wanted.loading is not None):
-            state_dict = self._form_for_dcp(wanted)
-        elif status.has_state and placement.is_all_that_is_wanted():
-            state_dict = placement.mark(plain.plain_form(self.param_groups, None, self.rank), self.engine)
-        elif status.has_state and status.snapshot is None:
-            who = "as last time" if status.recipient else "as programs and frameworks do"
-            raise RuntimeError(
-                "state_dict() expects the state to be consolidated since the last step, load or change, but it is not. "
-                f"Call optimizer.consolidate_state_dict(to={status.recipient}) on every rank first, if rank "
-                f"{status.recipient} is the one that saves, {who}: that rank alone gets the full state, the others' "
-                "dicts are empty. (Or save without collecting it: shardstep.checkpoint.save. In a framework one "
-                "line does it: shardstep.integrations, docs/frameworks.md.)"
-            )
-        else:
-            state_dict = plain.plain_form(self.param_groups, status.snapshot, self.rank)
+        state_dict = self._form()
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             changed = post_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -117,12 +111,10 @@ class ShardedOptimizer(Optimizer):
         self.engine.check_not_broken("load_state_dict")
         self.engine.progress.copies.wait()
         with self.engine.consensus.reporting("load_state_dict"):
-            state_dict = dcp_forms.unflattened(plain.outer_copy(state_dict))
+            state_dict = copy.copy(state_dict)
             for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
                 changed = pre_hook(self, state_dict)
                 state_dict = state_dict if changed is None else changed
-            if placement.is_kept(state_dict, self.engine):
-                return
             loaded = plain.load_local(state_dict, self.param_groups, self.engine.sharded, self.optim)
         try:
             self.engine.consensus.check_equal("load_state_dict", plain.facts_of(state_dict))
@@ -131,49 +123,36 @@ class ShardedOptimizer(Optimizer):
             raise
         self.engine.sharded.masters.complete_options(self.optim.param_groups)
         plain.load_options(state_dict["param_groups"], self.param_groups, self.optim.param_groups)
-        self._status.changed(has_state=bool(state_dict["state"]))
+        self._status.changed(has_state=self._anywhere(loaded.found))
         self.engine.load_masters(*loaded.masters)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
 
-    def _form_for_dcp(self, wanted: dcp_caller.Request) -> dict[str, Any]:
-        """What torch's checkpoint functions get from ``state_dict``. Collective, as those functions are."""
-        sharded = self.engine.sharded
-        if wanted.loading is not None:
-            like = dcp_forms.template(sharded.ranks.everyone, wanted, self._all_params[0].device)
-            return like.with_its_options(self._form_of(like.states))
-        if not wanted.full:
-            return self._form_in_pieces()
-        self.engine.check_not_broken("get_optimizer_state_dict")
-        with self.engine.consensus.reporting("get_optimizer_state_dict"):
-            described = describe(sharded.pieces, sharded.layout, with_masters(sharded, self.optim.state))
-        self.engine.consensus.check_equal("get_optimizer_state_dict", [])
-        # DCP names the recipient by global rank, which is our rank only if the group is everybody.
-        to = 0 if wanted.offload and process_group.is_everybody(self.engine.sharded.group) else None
-        # Contiguous, because torch's broadcast_from_rank0 mixes up the elements of other tensors.
-        states = map_tensors(self._collect(described, to), Tensor.contiguous)
-        self._bring_options(to)
-        return self._form_of(states)
-
-    def _form_in_pieces(self) -> dict[str, Any]:
-        """torch's plain form with this rank's pieces of the state, as ``StateShard``s."""
-        sharded = self.engine.sharded
-        self.engine.progress.copies.wait()  # the caller may load into them
-        entries = named.sharded_states(sharded, self.optim, blanks=True)
+    def _form(self) -> dict[str, Any]:
+        """See [Note: what state_dict returns]."""
+        sharded, status = self.engine.sharded, self._status
+        if status.snapshot is not None and self.rank in status.snapshot.to:
+            return plain.plain_form(self.param_groups, status.snapshot.states)
+        if status.snapshot is not None:
+            form = plain.StateDict(plain.plain_form(self.param_groups, {index: {} for index in sharded.params}))
+            form.lacks, form.is_elsewhere = _elsewhere(status.snapshot.to), True
+            return form
+        self.engine.progress.copies.wait()  # the caller may load into it
+        entries = named.sharded_states(sharded, self.optim, blanks=True, shards=self.world_size > 1)
         states: dict[Any, Any] = {index: entries.get(index, {}) for index in sharded.params}
-        form = self._form_of(states)
-        return {**form, "param_groups": [named.offered_options(group) for group in form["param_groups"]]}
-
-    def _form_of(self, states: dict[Any, Any]) -> dict[str, Any]:
-        return plain.plain_form(self.param_groups, Snapshot((self.rank,), states), self.rank)
+        states.update((key, value) for key, value in self.optim.state.items() if not isinstance(key, Tensor))
+        form = plain.StateDict(plain.plain_form(self.param_groups, states))
+        if status.has_state and self.world_size > 1:
+            form.lacks = _not_collected(status.recipient)
+        return form
 
     def sharded_state_dict(self, model: torch.nn.Module | None = None) -> dict[str, Any]:
         """The state by parameter name, in pieces, for ``torch.distributed.checkpoint``: to save, or to load into.
 
         ``{"state": {name: {...}}, "param_groups": [...]}``; its tensors are ``StateShard``s over this rank's memory, in
-        the shape of the whole. Not collective. A parameter without state gets a place to load into, which is not
-        saved. After ``dcp.load`` give the dict to ``load_sharded_state_dict``. While ``dcp.load`` looks at it, it has
-        float32 masters if the checkpoint has them, whatever this optimizer keeps.
+        the shape of the whole. Not collective. A parameter without state gets a place to load into, of which only a
+        mark is saved. After ``dcp.load`` give the dict to ``load_sharded_state_dict``. A checkpoint that lacks masters
+        which this optimizer keeps needs ``DefaultLoadPlanner(allow_partial_load=True)``.
 
         Args:
             model: whose names to use; without it those that the optimizer was built with, or positions.
@@ -208,11 +187,14 @@ class ShardedOptimizer(Optimizer):
             raise
         self.engine.sharded.masters.complete_options(self.optim.param_groups)
         plain.load_options(parts.options, self.param_groups, self.optim.param_groups)
-        found = any(parts.entries.values()) or bool(parts.others)
-        if self.world_size > 1:  # a rank may own nothing of what the others have found
-            found = any(row[0] for row in collectives.all_gather_ints(self.engine.sharded.group, [found]))
-        self._status.changed(has_state=found)
+        self._status.changed(has_state=self._anywhere(loaded.found))
         self.engine.load_masters(*loaded.masters)
+
+    def _anywhere(self, found: bool) -> bool:
+        """Whether any rank has found state: one may own nothing of what the others have. Collective."""
+        if self.world_size == 1:
+            return found
+        return any(row[0] for row in collectives.all_gather_ints(self.engine.sharded.group, [found]))
 
     def full_state(self, param: Tensor) -> dict[str, Any]:
         """One parameter's full state, on the CPU of every rank.
@@ -309,3 +291,25 @@ class ShardedOptimizer(Optimizer):
     @property
     def _all_params(self) -> list[Tensor]:
         return [param for group in self.param_groups for param in group["params"]]
+
+
+def _elsewhere(ranks: Sequence[int]) -> str:
+    have = " and ".join(f"rank {rank}" for rank in ranks)
+    return (
+        f"This state dict did not receive the state, which was consolidated to {have}. Use the dict that state_dict() "
+        f"returns there: save it on {have} only, and load that one on every rank."
+    )
+
+
+def _not_collected(recipient: int) -> str:
+    """Why this dict is not to be written to a file, and what to do instead."""
+    lines = [
+        "A state dict with this rank's pieces only cannot be pickled: the file would lack the other ranks' state. "
+        f"Call optimizer.consolidate_state_dict(to={recipient}) on every rank first, and save on rank {recipient}, "
+        "which alone gets the whole state. Or save without collecting it: shardstep.checkpoint.save."
+    ]
+    if "accelerate" in sys.modules:
+        lines.append("Accelerate: shardstep.integrations.accelerate.consolidate_when_saving(accelerator, optimizer).")
+    if "transformers" in sys.modules:
+        lines.append("Trainer: trainer.add_callback(shardstep.integrations.transformers.ShardstepCallback()).")
+    return " ".join(lines)

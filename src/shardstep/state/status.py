@@ -20,14 +20,6 @@ class Snapshot(NamedTuple):
     states: dict[Any, Any]  # by parameter index; empty unless this rank has it
 
 
-class PortableStatus(NamedTuple):
-    """What a copy of the optimizer takes along."""
-
-    snapshot: Snapshot | None
-    has_state: bool
-    recipient: int
-
-
 class Status:
     """What changes about one optimizer's state, on this rank."""
 
@@ -62,11 +54,3 @@ class Status:
         ranks = (*(rank for rank in before.to if rank != to), to)
         self._progress.collected = Snapshot(ranks, states or before.states)
         self.recipient = to
-
-    def portable(self) -> PortableStatus:
-        return PortableStatus(self.snapshot, self.has_state, self.recipient)
-
-    def restore(self, status: PortableStatus) -> None:
-        """After copy or pickle."""
-        self._progress.has_state, self._progress.collected = status.has_state, status.snapshot
-        self.recipient = status.recipient

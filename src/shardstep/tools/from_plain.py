@@ -19,7 +19,7 @@ from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import alone
 from shardstep.params import tensor_subclasses
 from shardstep.state.named import map_leaves
-from shardstep.state.plain import MARK, recipients
+from shardstep.state.plain import OLD_MARK
 from shardstep.state.shard import shard_of_whole
 
 Progress = Callable[[int], None]  # called with bytes done
@@ -71,10 +71,10 @@ def _optimizer_in(whole: Any, source: Path, key: str) -> Mapping[str, Any]:
     form = whole
     for part in root:
         form = form[part]
-    if isinstance(form, Mapping) and MARK in form:
+    if isinstance(form, Mapping) and OLD_MARK in form:
         raise CheckpointError(
             f"{source} expects the full state but was saved on a rank that did not receive it. Convert what "
-            f"{recipients(form)} saved, to which the state was consolidated."
+            f"rank {form[OLD_MARK]} saved, to which the state was consolidated."
         )
     if not _is_state_dict(form):
         others = keys.optimizer_roots(paths)
