@@ -211,9 +211,11 @@ def dict_hooks(rank: int, world_size: int) -> None:
     optimizer.register_state_dict_pre_hook(note("pre 2"))
     optimizer.register_state_dict_pre_hook(note("pre 1"), prepend=True)
     optimizer.register_state_dict_post_hook(note("post 2", lambda form: {"wrapped": form}))
-    optimizer.register_state_dict_post_hook(
-        note("post 1", lambda form: form.update(entries=sum(map(bool, form["state"].values())))), True
-    )
+
+    def count(form: Any) -> None:
+        form["entries"] = sum(map(bool, form["state"].values()))
+
+    optimizer.register_state_dict_post_hook(note("post 1", count), True)
     given = optimizer.state_dict()
     assert calls == ["pre 1", "pre 2", "post 1", "post 2"]
     assert given["wrapped"]["entries"] == (len(params) if rank == 0 else 0), "hooks see the final form"

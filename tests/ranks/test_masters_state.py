@@ -156,6 +156,8 @@ def _between(rank, world, form, folder):
         if source == WIDE:  # its model is the masters
             states = [{**state, "master_weight": weight} for state, weight in zip(states, weights, strict=True)]
         for mode in (*KEPT, WIDE, "stochastic", None):
+            if form in ("dcp", "torch") and source == "remainder" and mode not in KEPT:
+                continue  # dcp.load reads the keys of this optimizer, and so no masters: see precision.md
             if source != WIDE or (form == "checkpoint" and mode in KEPT):
                 found[source, mode] = _into(mode, form, path, saved, weights, states)
     return found

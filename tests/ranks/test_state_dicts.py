@@ -54,7 +54,7 @@ def life_of_a_state_dict(rank: int, world: int) -> None:
         assert_same([given, optimizer.state_dict()], [expected, expected], "consolidated")
         assert list(given["state"]) == sorted(given["state"])
     else:
-        empty = dict.fromkeys(range(len(params)), {})
+        empty = {index: {} for index in range(len(params))}
         assert_same(dict(given), {"state": empty, "param_groups": expected["param_groups"]}, "not the recipient")
         assert "rank 1" in str(error_of(lambda: through_a_file(given), "a file without state"))
     optimizer.load_state_dict(fresh)
@@ -284,8 +284,10 @@ def takes_and_saves(rank: int, world: int, root: Path) -> None:
         assert fired == [], "torch steps an optimizer that has no state"
         assert all(param.grad is None for param in model.parameters())
         full = get_optimizer_state_dict(model, optimizer, options=FULL)
-        assert "shardstep.checkpoint" in str(error_of(lambda: torch.save(full, io.BytesIO()), "looks like the whole"))
-        assert "full_state" in str(error_of(lambda: full["state"]["embed"]["exp_avg"] + 1, "looks like the whole"))
+        moment = full["state"]["brief"].get("exp_avg")
+        if moment is not None:
+            assert "shardstep.checkpoint" in str(error_of(partial(torch.save, full, io.BytesIO()), "looks whole"))
+            assert "full_state" in str(error_of(partial(torch.add, moment, 1), "looks whole"))
         # Consolidated, all ranks switch together: no chunk of one overlaps another's whole tensor.
         optimizer.consolidate_state_dict(to=world - 1)
         form = get_optimizer_state_dict(model, optimizer)
@@ -302,7 +304,7 @@ def takes_and_saves(rank: int, world: int, root: Path) -> None:
         for group in given["param_groups"]:
             options = {key: value for key, value in group.items() if key != "params"}
             flat.update((f"param_groups.{name}.{key}", options[key]) for name in group["params"] for key in options)
-        error = error_of(lambda: set_optimizer_state_dict(fresh_model, fresh, flat, options=FLAT), "never fresh")
+        error = error_of(partial(set_optimizer_state_dict, fresh_model, fresh, flat, options=FLAT), "never fresh")
         assert "its entry is empty" in str(error), error
 
 
