@@ -26,6 +26,7 @@ import shardstep
 from shardstep import checkpoint
 from shardstep.tools import cli
 from tests.checkpoints import Weights, everything_in, plain, sharded, step
+from tests.fixtures.scenarios import SAVED
 from tests.harness import run_ranks
 from tests.oracle import assert_same
 
@@ -212,15 +213,8 @@ def test_convert_takes_an_optimizer_that_lies_deeper(tmp_path, capsys):
     assert_same(load(tmp_path / "model.pt"), dict(state.model.state_dict()))
 
 
-def save_where_it_is_not(rank: int, world_size: int, folder: Path) -> None:
-    _, optimizer = sharded(3)
-    optimizer.consolidate_state_dict(to=1)
-    torch.save(optimizer.state_dict(), folder / f"rank-{rank}.pt")
-
-
 def test_state_that_is_not_there_is_told(tmp_path, capsys):
-    run_ranks(save_where_it_is_not, 2, tmp_path)
-    assert run("convert", tmp_path / "rank-0.pt", tmp_path / "dir") == 1
+    assert run("convert", SAVED / "consolidated-3" / "marked.state", tmp_path / "dir") == 1
     assert "Convert what rank 1 saved" in the_line(capsys.readouterr().err)
     assert not (tmp_path / "dir").exists()
     torch.save(plain(0)[1].state_dict(), tmp_path / "new.pt")

@@ -82,7 +82,7 @@ def travel(mode: str, rank: int, world: int, folder: str) -> tuple[list[Tensor],
     optimizer.check_replicas()
     optimizer.consolidate_state_dict(to=0)
     homes = {entry["exp_avg"].device.type for entry in optimizer.state.values() if entry}
-    return clone_weights(model), optimizer.state_dict(), homes
+    return clone_weights(model), optimizer.state_dict() if rank == 0 else {}, homes
 
 
 @on_device

@@ -265,11 +265,6 @@ class Configuration:
         return self.ranks > 1 and not mesh and not self.static_graph and steps
 
     @property
-    def may_copy(self) -> bool:
-        """The whole optimizer, which then has no hooks."""
-        return self.mode in ("default", "views", "lazy") and self.mesh is None
-
-    @property
     def may_edit(self) -> bool:
         return self.masters in (None, torch.float32)  # "remainder" keeps the lower bits of what is changed
 

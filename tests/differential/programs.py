@@ -132,13 +132,6 @@ class Move(Operation):
 
 
 @dataclass(frozen=True, repr=False)
-class Copy(Operation):
-    """Training goes on with a copy of model and optimizer, by ``copy.deepcopy`` or by pickle."""
-
-    by: Literal["deepcopy", "pickle"] = "deepcopy"
-
-
-@dataclass(frozen=True, repr=False)
 class AddGroup(Operation):
     """The layer that the optimizer did not have until now."""
 
@@ -243,7 +236,7 @@ class Look(Operation):
 
 OPERATIONS = (
     Backward, Clip, DropGradient, Unscale, ScalerStep, Step, Loop, ZeroGrad, Schedule, SetLr, Freeze, Unfreeze, Rewrap,
-    Rebuild, Move, Copy, AddGroup, Edit, LoadModel, Consolidate, Exchange, Resume, Plain, Save, Restore, CopyModel,
+    Rebuild, Move, AddGroup, Edit, LoadModel, Consolidate, Exchange, Resume, Plain, Save, Restore, CopyModel,
     Raise, RaiseInStep, Uneven, Switch, Look,
 )  # fmt: skip
 Program = tuple[Operation, ...]

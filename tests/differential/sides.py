@@ -410,13 +410,6 @@ class Sharded(Side):
         self.model.place(self.device)
         self.rewrap()
 
-    def take_copy(self, copied: Callable[[Any], Any]) -> None:
-        """Go on with a copy of model and optimizer."""
-        self.wrapped = self.model
-        self.model, self.optimizer = copied((self.model, self.optimizer))
-        self.scheduler = None
-        self.rewrap()
-
     def add_group(self) -> None:
         self.added, group = True, self.late_group()
         for _, param in group["params"]:

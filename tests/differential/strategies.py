@@ -13,7 +13,6 @@ from tests.differential.programs import (
     Backward,
     Clip,
     Consolidate,
-    Copy,
     CopyModel,
     DropGradient,
     Edit,
@@ -60,7 +59,6 @@ def programs(draw: Any, config: Configuration, turn: int = 0) -> Program:
     chosen = [others[turn % len(others)], others[(turn // 2 + 5) % len(others)], kinds["Loop"], *few]
     waits = config.device == "cpu"  # five seconds for each batch that one rank skips
     chosen += [rare[turn % len(rare)]] if rare and not (waits and turn % 3) else []
-    chosen += [kinds["Copy"]] if "Copy" in kinds and turn % 3 == 0 else []
     if config.device != "cpu":  # where each configuration has one program
         chosen += [kinds["Uneven"] if "Uneven" in kinds and turn % 2 else others[(7 * turn + 3) % len(others)]]
     free = draw(st.lists(st.one_of(*others), max_size=2))
@@ -152,8 +150,6 @@ def changes(config: Configuration) -> dict[str, Any]:
         rank = st.sampled_from((None, 0, config.ranks - 1))
         found["Raise in backward"] = _phrase(st.builds(Raise, place=st.just("backward"), rank=rank))
         found["Raise on one rank"] = _phrase(st.builds(Raise, place=st.just("forward"), rank=rank))
-    if config.may_copy:
-        found["Copy"] = _phrase(st.builds(Copy, by=st.sampled_from(("deepcopy", "pickle"))))
     if config.may_edit:
         found["Edit"] = _phrase(st.builds(Edit, index=index))
         found["LoadModel"] = _phrase(st.just(LoadModel()))

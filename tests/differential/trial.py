@@ -30,7 +30,6 @@ from tests.differential.programs import (
     Backward,
     Clip,
     Consolidate,
-    Copy,
     CopyModel,
     DropGradient,
     Edit,
@@ -186,7 +185,6 @@ class Trial:
             Edit: config.may_edit,
             LoadModel: config.may_edit,
             Rewrap: config.uses_ddp,
-            Copy: config.may_copy,
             Uneven: config.may_join and (self.stepped or config.built == "last"),
             Raise: not config.uses_ddp or op in (Raise(), Raise("forward")),
             # On a device gathers are enqueued. Through sockets the second such step of a program hangs until the
@@ -334,14 +332,6 @@ class Trial:
             side.zero_grad()
         self.plain.rewrap()
         self.ours.relocate()
-        self.synced, self.unsynced = 0, False
-
-    def _copy(self, op: Copy) -> None:
-        self.plain.zero_grad()
-        self.ours.zero_grad()
-        self.plain.scheduler = None
-        self.plain.rewrap()
-        self.ours.take_copy(copy.deepcopy if op.by == "deepcopy" else lambda both: pickle.loads(pickle.dumps(both)))
         self.synced, self.unsynced = 0, False
 
     def _addgroup(self, op: AddGroup) -> None:

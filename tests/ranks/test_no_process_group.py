@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import pickle
 from datetime import timedelta
 from typing import Any
@@ -74,7 +73,7 @@ def test_one_process_trains_and_adds_a_group_with_the_bits_of_the_plain_optimize
     optimizer.clip_grad_norm_(0.1)
 
 
-def test_state_goes_through_dicts_checkpoints_and_copies(tmp_path):
+def test_state_goes_through_dicts_and_checkpoints(tmp_path):
     model = make_model()
     optimizer = sharded(model, shard_gradients=True)
     train(model, optimizer, range(2))
@@ -86,10 +85,9 @@ def test_state_goes_through_dicts_checkpoints_and_copies(tmp_path):
     optimizer.load_state_dict(given)
     set_optimizer_state_dict(model, optimizer, get_optimizer_state_dict(model, optimizer))
     optimizer.load_sharded_state_dict(optimizer.sharded_state_dict(model), model)
-    for copied in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
-        twin, its_own = copied((model, optimizer))
-        train(twin, its_own, range(2, 4))
-        assert_trained(twin, 4)
+    optimizer.load_state_dict(pickle.loads(pickle.dumps(optimizer.state_dict())))
+    train(model, optimizer, range(2, 4))
+    assert_trained(model, 4)
 
 
 def initialize_late(rank: int, world: int, mode: str) -> str:

@@ -61,7 +61,7 @@ def sharded_states(
         spec, entry = held.layout.spec_of[index], state.get(held.pieces.tensors[index])
         if entry:
             entries[index] = sharded_entry(entry, spec, piece) if shards else dict(entry)
-        elif blanks:
+        elif blanks and held.given[index].requires_grad:
             # (DCP would step the optimizer itself with zero gradients, which changes counters and moments.)
             blank = held.blank_state(index, optimizer.param_groups)
             entries[index] = sharded_entry(blank, spec, piece, blank=True)
