@@ -49,12 +49,12 @@ def is_tensor_tree(value: Any) -> bool:
 
 
 def _whole_tensor(shard: StateShard) -> Tensor:
-    if len(shard.parts) != 1 or shard.parts[0].tensor.shape != shard.shape:
+    if shard.local.shape != shard.shape:
         raise TypeError(
             "state of a cut parameter expects dicts with texts as keys, because others cannot be divided. Build the "
             "optimizer with shard='tensor'."
         )
-    return shard.parts[0].tensor
+    return shard.local.detach()
 
 
 def _on_host(value: Any) -> Any:

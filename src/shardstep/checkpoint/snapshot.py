@@ -53,7 +53,7 @@ class Snapshot:
         if isinstance(leaf, Leaf):
             return Leaf(self._copied_tree(leaf.value))
         if isinstance(leaf, StateShard):
-            return leaf.map(self._copied)
+            return StateShard(leaf.shape, leaf.boxes, self._copied(leaf.local), leaf.writes, leaf.blank)
         if isinstance(leaf, Tensor):
             return self._copied(leaf.detach())
         return copy.deepcopy(leaf)

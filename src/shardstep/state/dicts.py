@@ -321,36 +321,37 @@ def _check_form(state_dict: Any, param_groups: Sequence[dict[str, Any]]) -> None
             "load_state_dict expects the full state, but this dict was taken on a rank that did not receive it. "
             f"Load the one of rank {state_dict[OLD_MARK]}, to which the state was consolidated."
         )
-    states, saved = state_dict.get("state"), state_dict.get("param_groups")
-    if not isinstance(states, Mapping) or not isinstance(saved, (list, tuple)):
-        raise ValueError(
-            "load_state_dict expects a dict with a dict under 'state' and a list under 'param_groups' but got "
-            f"{ {str(key): type(value).__qualname__ for key, value in state_dict.items()} }. {_REMEDY}"
+    try:
+        saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        states, saved_ids = (
+            dict(state_dict["state"]),
+            [i for group in state_dict["param_groups"] for i in group["params"]],
         )
-    if not all(isinstance(group, Mapping) and "params" in group for group in saved):
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            "load_state_dict expects a list of dicts with the key 'params' under 'param_groups' but got "
-            f"{_text(saved)}. {_REMEDY}"
-        )
-    sizes, saved_sizes = ([len(group["params"]) for group in groups] for groups in (param_groups, saved))
+            f"load_state_dict expects a dict with 'state' and 'param_groups' but got {_text(dict(state_dict))}. It "
+            "expects a dict under 'state'. Under 'param_groups' it expects a list of dicts with the key 'params'. "
+            f"{_REMEDY}"
+        ) from error
+    sizes = [len(group["params"]) for group in param_groups]
     if len(sizes) != len(saved_sizes):
         raise ValueError(
             f"loaded state dict has a different number of parameter groups: expects {len(sizes)} but got "
             f"{len(saved_sizes)}. Build the optimizer with the same groups as the one that was saved."
         )
-    if sizes != saved_sizes:
-        position = next(i for i, pair in enumerate(zip(sizes, saved_sizes, strict=True)) if pair[0] != pair[1])
-        raise ValueError(
-            "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: group "
-            f"{position} expects {sizes[position]} parameters but got {saved_sizes[position]}. Build the optimizer "
-            "with the same groups as the one that was saved."
-        )
-    for index in (index for group in saved for index in group["params"]):
-        if not isinstance(states.get(index, {}), Mapping):
+    for position, (size, saved_size) in enumerate(zip(sizes, saved_sizes, strict=True)):
+        if size != saved_size:
             raise ValueError(
-                f"load_state_dict expects a dict as the state of parameter {index} but got {_text(states[index])}. "
-                f"{_REMEDY}"
+                "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: group "
+                f"{position} expects {size} parameters but got {saved_size}. Build the optimizer with the same groups "
+                "as the one that was saved."
             )
+    wrong = [index for index in saved_ids if not isinstance(states.get(index, {}), Mapping)]
+    if wrong:
+        raise ValueError(
+            f"load_state_dict expects a dict as the state of parameter {wrong[0]} but got {_text(states[wrong[0]])}. "
+            f"{_REMEDY}"
+        )
 
 
 _REMEDY = "Pass what state_dict() returned."
@@ -519,13 +520,8 @@ def _not_collected(recipient: int) -> str:
 
 # Wrappers that keep no state of their own and have the optimizer inside as ``.optimizer``. By name: none of these
 # packages is imported here.
-_TRANSPARENT = (
-    ("accelerate.optimizer", "AcceleratedOptimizer"),
-    ("lightning.pytorch.core.optimizer", "LightningOptimizer"),
-    ("pytorch_lightning.core.optimizer", "LightningOptimizer"),
-    ("lightning.fabric.wrappers", "_FabricOptimizer"),
-    ("lightning_fabric.wrappers", "_FabricOptimizer"),
-)
+_WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer", "_FabricOptimizer")
+_PACKAGES = ("accelerate", "lightning", "pytorch_lightning", "lightning_fabric")
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -533,7 +529,7 @@ def unwrapped(optimizer: Any) -> Any:
 
     A wrapper that is mistaken for the optimizer would lose state silently.
     """
-    while any((kind.__module__, kind.__name__) in _TRANSPARENT for kind in type(optimizer).__mro__):
+    while any(k.__name__ in _WRAPPERS and k.__module__.split(".")[0] in _PACKAGES for k in type(optimizer).__mro__):
         optimizer = optimizer.optimizer
     if not isinstance(optimizer, ShardedOptimizer):
         for name, inner in inner_optimizers(optimizer):

@@ -148,7 +148,7 @@ class Differences(NamedTuple):
 
 
 REMEDY = "Pass strict=False to load what fits; the rest starts empty."
-_KINDS = ("missing in the checkpoint", "unexpected", "shape mismatch")
+_KINDS = ("missing in the checkpoint", "unexpected", "wrongly shaped")
 
 
 def _shortened(names: list[str], most: int = 20) -> str:

@@ -10,9 +10,9 @@ plain value exists once per parameter. Any other shape, and a tensor subclass, n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from multiprocessing.reduction import ForkingPickler
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -36,13 +36,6 @@ BLANK = "shardstep: no state yet"
 MASTER = "master_weight"
 
 
-class Part(NamedTuple):
-    """A box, and this rank's memory for it: a tensor of the box's sizes."""
-
-    box: Box
-    tensor: Tensor
-
-
 class StateShard(Tensor):
     """A tensor that is spread over the ranks: shape and dtype of the whole, memory of this rank's parts.
 
@@ -50,27 +43,39 @@ class StateShard(Tensor):
     it, and copies it. What would need the whole raises; ``ZeroRedundancyOptimizer.full_state`` gives the whole.
     """
 
-    parts: tuple[Part, ...]
-    local: Tensor  # the parts in one piece, as the local optimizer has it
-    writes: bool  # whether this rank saves its parts (if several ranks hold a copy, one of them saves it)
-    blank: bool  # a place to load into: saved as a mark, and no state unless something was loaded
+    boxes: tuple[Box, ...]
+    local: Tensor  # this rank's boxes, one after the other, as the local optimizer has them
+    writes: bool  # whether this rank saves its boxes (if several ranks hold a copy, one of them saves it)
+    # A place to load into: saved as a mark, and no state unless something was loaded. Without memory (on the meta
+    # A place to load into: saved as a mark, and no state unless something was loaded. It has no memory until then.
+    blank: bool
     loaded: bool  # whether DCP asked where to load
 
     @staticmethod
     def __new__(
-        cls, shape: Sequence[int], parts: Sequence[Part], local: Tensor, writes: bool = True, blank: bool = False
+        cls,
+        shape: Sequence[int],
+        boxes: Sequence[Box],
+        local: Tensor,
+        writes: bool = True,
+        blank: bool = False,
+        device: torch.device | None = None,
     ) -> StateShard:
-        shard = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=local.device)
-        shard.parts, shard.local, shard.writes, shard.blank, shard.loaded = tuple(parts), local, writes, blank, False
+        shard = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=device or local.device)
+        shard.boxes, shard.local, shard.writes, shard.blank, shard.loaded = tuple(boxes), local, writes, blank, False
         return shard
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> StateShard:
-        """The same boxes over other memory: each part changed by itself."""
-        local = change(self.local)
-        parts = _parts_of(local, [part.box for part in self.parts])
-        twin = StateShard(self.shape, parts, local, self.writes, self.blank)
-        twin.loaded = self.loaded
-        return twin
+    def parts(self) -> list[Tensor]:
+        """This rank's memory for its boxes, each in the box's sizes."""
+        if len(self.boxes) == 1 and self.local.shape == self.boxes[0].sizes:
+            return [self.local.detach()]
+        parts = self.local.detach().view(-1).split([box.numel for box in self.boxes])
+        return [part.view(box.sizes) for box, part in zip(self.boxes, parts, strict=True)]
+
+    def _prepare_to_load(self) -> None:
+        if self.local.is_meta:
+            self.local = torch.zeros_like(self.local, device=self.device)
+        self.loaded = True
 
     # --- DCP's questions ------------------------------------------------------------------------------------------
 
@@ -86,34 +91,34 @@ class StateShard(Tensor):
         properties = TensorProperties(dtype=self.dtype)
         return [
             WriteItem(
-                index=MetadataIndex(fqn, part.box.offsets),
+                index=MetadataIndex(fqn, box.offsets),
                 type=WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk=_chunk(part.box), properties=properties, size=self.size()),
+                tensor_data=TensorWriteData(chunk=_chunk(box), properties=properties, size=self.size()),
             )
-            for part in self.parts
+            for box in self.boxes
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         """What this rank wants to read. DCP asks only if its checkpoint has such an entry."""
-        self.loaded = True
-        return [_chunk(part.box) for part in self.parts]
+        self._prepare_to_load()
+        return [_chunk(box) for box in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
         """This rank's memory for the box that DCP means; of a blank that is saved, the mark."""
         if index.offset is None and self.blank:
             return BLANK  # type: ignore[return-value]
-        return next(part.tensor for part in self.parts if part.box.offsets == tuple(index.offset or ()))
+        offsets = [box.offsets for box in self.boxes]
+        return self.parts()[offsets.index(tuple(index.offset or ()))]
 
     # --- a tensor as far as DCP's functions on state dicts need one -------------------------------------------------
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
-        held = sum(part.box.numel for part in self.parts)
+        held = sum(box.numel for box in self.boxes)
         return f"StateShard(shape {tuple(self.shape)}, {self.dtype}, {held} elements here)"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StateShard:
-        twin = self.map(Tensor.clone)
-        memo[id(self)] = twin
-        return twin
+        memo[id(self)] = twin = self.clone()
+        return twin  # type: ignore[return-value]
 
     def __reduce_ex__(self, proto: object) -> NoReturn:
         raise RuntimeError(_refusal("pickling"))
@@ -129,16 +134,23 @@ class StateShard(Tensor):
         kwargs = kwargs or {}
         shard = args[0] if args else None
         if func is aten.copy_.default and all(isinstance(arg, StateShard) for arg in args[:2]):
-            for mine, other in zip(args[0].parts, args[1].parts, strict=True):
-                mine.tensor.copy_(other.tensor, *args[2:], **kwargs)
-            args[0].loaded = True
+            if not args[1].local.is_meta:
+                args[0]._prepare_to_load()
+                args[0].local.copy_(args[1].local, *args[2:], **kwargs)
             return args[0]
         if func is aten.new_empty.default and isinstance(shard, StateShard):
             # DCP's stager fills the result in, attribute by attribute.
             return StateShard(args[1], (), torch.empty(0, dtype=shard.dtype, device=kwargs.get("device")))
         if func not in _PART_BY_PART or not isinstance(shard, StateShard):
             raise RuntimeError(_refusal(str(func)))
-        return shard.map(lambda tensor: func(tensor, *args[1:], **kwargs))
+        device = None
+        if shard.local.is_meta:  # of a blank there is nothing to copy
+            device = kwargs.get("device") or shard.device
+            kwargs = {key: kwargs[key] for key in ("dtype", "memory_format") if key in kwargs}
+        local = func(shard.local, *args[1:], **kwargs)
+        twin = StateShard(shard.shape, shard.boxes, local, shard.writes, shard.blank, device)
+        twin.loaded = shard.loaded
+        return twin
 
 
 _PART_BY_PART = (aten.detach.default, aten.clone.default, aten._to_copy.default, aten.alias.default)
@@ -157,34 +169,20 @@ def _chunk(box: Box) -> ChunkStorageMetadata:
     return ChunkStorageMetadata(offsets=torch.Size(box.offsets), sizes=torch.Size(box.sizes))
 
 
-def _parts_of(local: Tensor, boxes: Sequence[Box]) -> list[Part]:
-    if len(boxes) == 1 and local.shape == boxes[0].sizes:
-        return [Part(boxes[0], local)]
-    parts = local.view(-1).split([box.numel for box in boxes])
-    return [Part(box, part.view(box.sizes)) for box, part in zip(boxes, parts, strict=True)]
-
-
-def shard_of_range(
-    shape: tuple[int, ...], start: int, stop: int, local: Tensor, *, writes: bool = True, blank: bool = False
-) -> StateShard:
+def shard_of_range(shape: tuple[int, ...], start: int, stop: int, local: Tensor, **options: Any) -> StateShard:
     """Of a tensor of ``shape``, the elements from ``start`` to ``stop``, which are ``local`` (1D, contiguous)."""
-    parts = _parts_of(local.detach(), boxes_of(shape, start, stop))
-    return StateShard(shape, parts, local, writes, blank)
+    return StateShard(shape, boxes_of(shape, start, stop), local, **options)
 
 
-def shard_of_whole(tensor: Tensor, *, writes: bool = True, blank: bool = False) -> StateShard:
+def shard_of_whole(tensor: Tensor, **options: Any) -> StateShard:
     """A tensor that this rank has whole."""
     shape = tuple(tensor.shape)
-    return StateShard(shape, [Part(whole(shape), tensor.detach())], tensor, writes, blank)
-
-
-def _rebuilt(shape: tuple[int, ...], boxes: list[Box], local: Tensor, writes: bool, blank: bool) -> StateShard:
-    return StateShard(shape, _parts_of(local, boxes), local, writes, blank)
+    return StateShard(shape, [whole(shape)], tensor, **options)
 
 
 def _to_another_process(shard: StateShard) -> tuple[Any, ...]:
-    boxes = [part.box for part in shard.parts]
-    return _rebuilt, (tuple(shard.shape), boxes, shard.local, shard.writes, shard.blank)
+    device = torch.device("cpu") if shard.local.is_meta else None
+    return StateShard, (tuple(shard.shape), shard.boxes, shard.local, shard.writes, shard.blank, device)
 
 
 # dcp.async_save with AsyncCheckpointerType.PROCESS sends it to a process of this rank, which writes it. Only
@@ -247,14 +245,17 @@ def sharded_entry(entry: Mapping[str, Any], spec: ParamSpec, piece: Piece, *, bl
     """The state of this rank's piece of a parameter, with its tensors as ``StateShard``s of the whole."""
 
     def shard(leaf: Any) -> Any:
+        options: dict[str, Any] = {}
         if isinstance(leaf, tuple) and any(isinstance(item, Tensor) for item in tree_leaves(leaf)):
             return [tree_map(shard, item, is_leaf=_is_tuple) for item in leaf]  # DCP does not look into tuples
         if not isinstance(leaf, Tensor):
             return leaf
-        if leaf.dim() == 0 or piece.whole:
-            return shard_of_whole(leaf, writes=piece.start == 0, blank=blank)
         check_cut_with(leaf, spec, piece)
-        return shard_of_range(spec.shape, piece.start, piece.stop, leaf.reshape(-1), blank=blank)
+        if blank:
+            options, leaf = {"blank": True, "device": leaf.device}, leaf.to("meta")
+        if leaf.dim() == 0 or piece.whole:
+            return shard_of_whole(leaf, writes=piece.start == 0, **options)
+        return shard_of_range(spec.shape, piece.start, piece.stop, leaf.reshape(-1), **options)
 
     return tree_map(shard, opened(dict(entry)), is_leaf=_is_tuple)
 
@@ -293,7 +294,8 @@ def sharded_states(
         if entry:
             entries[index] = sharded_entry(entry, spec, piece) if shards else dict(entry)
         elif blanks and held.given[index].requires_grad:
-            # (Without places DCP would step the optimizer itself with zero gradients, which changes the state.)
+            # (Without places DCP would step the optimizer itself with zero gradients, which changes the state. A frozen
+            # parameter has none: most checkpoints have no state for it, and DCP refuses to load a key that is missing.)
             entries[index] = sharded_entry(held.blank_state(index, optimizer.param_groups), spec, piece, blank=True)
     return entries
 
@@ -333,7 +335,7 @@ def local_part(
 
 def _part_of_shard(shard: StateShard, spec: ParamSpec, piece: Piece, name: str) -> Tensor:
     expected = [] if shard.dim() == 0 or piece.whole else boxes_of(spec.shape, piece.start, piece.stop)
-    if expected and [part.box for part in shard.parts] != expected:
+    if expected and list(shard.boxes) != expected:
         raise ValueError(
             f"{name} expects elements {piece.start} to {piece.stop} of the parameter on this rank but got {shard!r}. "
             "Load into what this optimizer's sharded_state_dict() returns."
