@@ -310,7 +310,9 @@ def takes_and_saves(rank: int, world: int, root: Path) -> None:
             for options in (FULL, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)):
                 fresh_model, fresh = mixed(other, steps, model.state_dict())
                 before = [fresh.full_state(param) for param in fresh_model.parameters()]
-                error_of(partial(set_optimizer_state_dict, fresh_model, fresh, given, options=options), "never part of it")
+                error_of(
+                    partial(set_optimizer_state_dict, fresh_model, fresh, given, options=options), "never part of it"
+                )
                 after = [fresh.full_state(param) for param in fresh_model.parameters()]
                 assert_same(after, before, "nothing was changed")
 

@@ -14,12 +14,24 @@ def bytes_of(tensor: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in any order of the dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def flat_memory(tensor: Tensor) -> Tensor | None:
+    """The elements of a dense tensor in the order of its memory, 1D, over the same memory; else None."""
+    return tensor.as_strided((tensor.numel(),), (1,)) if is_dense(tensor) else None
+
+
 def dense_stride(tensor: Tensor) -> tuple[int, ...] | None:
-    """The strides of a tensor that is dense in memory, its dimensions in another order; None for any other tensor.
+    """The strides of a dense tensor whose dimensions have another order in memory; None for any other tensor.
 
     In another order kernels may round differently, so a copy of the state has to have it too.
     """
-    if tensor.is_contiguous():
-        return None
-    order = sorted(range(tensor.dim()), key=lambda dim: -tensor.stride(dim))
-    return tensor.stride() if tensor.permute(order).is_contiguous() else None
+    return tensor.stride() if not tensor.is_contiguous() and is_dense(tensor) else None

@@ -43,7 +43,7 @@ def _describe_entry(described: Described, entry: Mapping[str, Any], spec: ParamS
         check_cut_with(tensor, spec, piece)
         stride = dense_stride(tensor) if piece.whole else None
         rows.append([dtype_name(tensor.dtype), list(tensor.shape), stride, tensor.device.type])
-        described.spans.append(bytes_of(tensor if stride is None else tensor.as_strided((tensor.numel(),), (1,))))
+        described.spans.append(_bytes_of(tensor, stride))
         return len(rows) - 1
 
     try:
@@ -51,6 +51,11 @@ def _describe_entry(described: Described, entry: Mapping[str, Any], spec: ParamS
     except TypeError as error:
         raise TypeError(f"the state of {spec.label} {error}") from error
     described.header.append([spec.index, piece.start, piece.stop, tree, rows])
+
+
+def _bytes_of(tensor: Tensor, stride: Any) -> Tensor:
+    """The bytes of a tensor; with the ``stride`` of a dense one, in the order of its memory."""
+    return bytes_of(tensor if stride is None else tensor.as_strided((tensor.numel(),), (1,)))
 
 
 def collect(
@@ -153,11 +158,11 @@ class _Assembly:
     ) -> Tensor:
         spec, leaves, (start, stop) = self._layout.spec_of[index], self._leaves.setdefault(index, {}), span
         if stop - start == spec.numel:
-            if stride is None:
-                leaves[position] = torch.empty(shape, dtype=dtype)
-                return bytes_of(leaves[position])
-            leaves[position] = torch.empty_strided(shape, stride, dtype=dtype)
-            return bytes_of(leaves[position].as_strided((leaves[position].numel(),), (1,)))
+            empty = (
+                torch.empty(shape, dtype=dtype) if stride is None else torch.empty_strided(shape, stride, dtype=dtype)
+            )
+            leaves[position] = empty
+            return _bytes_of(empty, stride)
         if not shape:
             value = torch.empty((), dtype=dtype)
             if start == 0:
