@@ -21,9 +21,10 @@ import os
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch.nn import Module
+from torch.optim import Optimizer
 
 from shardstep.checkpoint import claims, inspection, model_only, save_job
 from shardstep.checkpoint.adapter import OptimizerAdapter, adapter_of
@@ -55,9 +56,16 @@ __all__ = [
 ]
 
 
+class Wrapper(Protocol):
+    """What a framework calls the optimizer, for type checkers: Lightning's and Fabric's are no ``Optimizer``."""
+
+    @property
+    def optimizer(self) -> Optimizer: ...
+
+
 def save(
     directory: str | os.PathLike[str],
-    optimizer: Any,
+    optimizer: Optimizer | Wrapper,
     model: Module | None = None,
     extra: Mapping[str, object] | None = None,
     *,
@@ -108,7 +116,7 @@ def save(
 
 
 def load(
-    directory: str | os.PathLike[str], optimizer: Any, model: Module | None = None, strict: bool = True
+    directory: str | os.PathLike[str], optimizer: Optimizer | Wrapper, model: Module | None = None, strict: bool = True
 ) -> dict[str, Any]:
     """Load a checkpoint, saved at any number of ranks, by ``save`` or by DCP under the keys ``optim`` and ``model``.
 
@@ -163,7 +171,7 @@ def latest(directory: str | os.PathLike[str], thorough: bool = True) -> Path | N
 
 
 def resume(
-    directory: str | os.PathLike[str], optimizer: Any, model: Module | None = None, strict: bool = True
+    directory: str | os.PathLike[str], optimizer: Optimizer | Wrapper, model: Module | None = None, strict: bool = True
 ) -> tuple[Path, dict[str, Any]] | None:
     """Load the newest checkpoint in ``directory`` that can be read; None if there is no checkpoint at all.
 
