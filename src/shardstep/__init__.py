@@ -7,7 +7,6 @@ from shardstep.ddp_hooks import hook_with_zero_step, hook_with_zero_step_interle
 from shardstep.grads.sharded_gradient import ShardedGradient
 from shardstep.model_no_sync import add_no_sync
 from shardstep.optimizer import ZeroRedundancyOptimizer
-from shardstep.params.lost_updates import LostUpdates
 from shardstep.sharded_ddp import reduce_scatter_hook, shard_ddp_gradients
 from shardstep.state.shards import StateShard
 from shardstep.state.view import MemoryReport
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
     from shardstep import checkpoint
 
 __all__ = [
-    "LostUpdates",
     "MemoryReport",
     "ShardedGradient",
     "StateShard",

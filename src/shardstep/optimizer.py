@@ -28,7 +28,6 @@ from shardstep.layout.specs import Layout
 from shardstep.params import groups, replicas
 from shardstep.params.builder import OptimizerBuilder, check_spelling
 from shardstep.params.local_optimizer import copy_options
-from shardstep.params.lost_updates import LostUpdates
 from shardstep.params.master_modes import MasterWeights, checked_settings, take_modes
 from shardstep.params.sharded_parameters import ShardedParameters
 from shardstep.state import view
@@ -372,14 +371,12 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         params, state = sharded.params.values(), self.optim.state
         return view.measure(params, state, source.tensors(), kept, scratch, source.buffers())
 
-    @contextmanager
-    def count_lost_updates(self) -> Iterator[LostUpdates]:
-        """Within this context count the updates that 16 bits lose; ``by_group`` has the shares when it is left.
-
-        Collective: enter and leave it on every rank of the group, around any number of steps.
-        """
-        with self.engine.local.counting() as lost:
-            yield lost
+    def count_lost_updates(self) -> NoReturn:
+        """Gone in 0.3: compare the parameters before and after a step."""
+        raise RuntimeError(
+            "count_lost_updates is gone: copy the parameters before step(), and compare afterwards. docs/precision.md "
+            'has the lines, under "Updates that are lost".'
+        )
 
 
 _ARGUMENTS = [name for name in inspect.signature(ZeroRedundancyOptimizer).parameters if name != "defaults"]

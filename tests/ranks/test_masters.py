@@ -256,29 +256,25 @@ def _small_updates(rank, world):
     opt = ZeroRedundancyOptimizer(groups[:1], SGD, lr=1.0)
     for group in groups[1:]:
         opt.add_param_group(group)
-    with opt.count_lost_updates() as lost:
-        for _ in range(200):
-            for param in params:
-                param.grad = torch.full_like(param, -SPACING / 10)
-                param.grad[200:] = 0
-            opt.step()
+    for _ in range(200):
+        for param in params:
+            param.grad = torch.full_like(param, -SPACING / 10)
+            param.grad[200:] = 0
+        opt.step()
     assert all(torch.equal(param[200:], torch.ones_like(param[200:])) for param in params)
-    return [param.detach()[:200].double() for param in params], lost.by_group
+    return [param.detach()[:200].double() for param in params]
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_small_updates_arrive_with_masters_and_are_lost_and_counted_without(world):
+def test_small_updates_arrive_with_masters_and_are_lost_without(world):
     total = 200 * torch.tensor(SPACING / 10, dtype=torch.bfloat16).item()
     expected = torch.tensor(1 + total).to(torch.bfloat16).item()
-    (kept, remainder, at_random, without), shares = run_ranks(_small_updates, world)[0]
+    kept, remainder, at_random, without = run_ranks(_small_updates, world)[0]
     assert kept.unique().tolist() == remainder.unique().tolist() == [expected]
     assert without.unique().tolist() == [1.0]
     # 200 walks of 200 steps, each up with probability 0.1: the mean has a deviation of sqrt(200 * 0.09 / 200) = 0.3
     # spacings.
     assert abs(at_random.mean().item() - expected) < 4.5 * 0.3 * SPACING
-    # An element moves by a spacing as often as it is further in the end, and otherwise an update changes nothing.
-    moves = [(param.mean().item() - 1) / SPACING / 200 for param in (kept, remainder, at_random, without)]
-    assert shares == [pytest.approx((1 - share) * 200 / 301) for share in moves]
 
 
 def _memory(rank, world, mode):

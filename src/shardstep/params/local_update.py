@@ -9,7 +9,6 @@ from typing import Any
 from torch.optim import Optimizer
 
 from shardstep.params.local_optimizer import step_subset
-from shardstep.params.lost_updates import LostUpdates, UpdateCounter
 from shardstep.params.sharded_parameters import ShardedParameters
 
 
@@ -18,7 +17,6 @@ class LocalUpdate:
 
     def __init__(self, sharded: ShardedParameters, optimizer: Optimizer) -> None:
         self._sharded, self._optimizer = sharded, optimizer
-        self._counter: UpdateCounter | None = None  # while somebody counts
 
     def prepare(self, whole: bool) -> None:
         """A step begins; ``whole``: it updates all buckets at once."""
@@ -37,20 +35,14 @@ class LocalUpdate:
             return update()
 
     def switch(self, change: Callable[[], Any]) -> Any:
-        """Like ``whole``, but it is no step: no update is counted, whatever gradients lie around."""
-        counter, self._counter = self._counter, None
-        try:
-            result = self.whole(change)
-            self._sharded.masters.changed(self._sharded.plan.active_buckets)  # also what is frozen
-            return result
-        finally:
-            self._counter = counter
+        """Like ``whole``, but it is no step."""
+        result = self.whole(change)
+        self._sharded.masters.changed(self._sharded.plan.active_buckets)  # also what is frozen
+        return result
 
     def take_gradients(self) -> None:
         """In the middle of an update of all buckets a closure has made new gradients."""
         self._sharded.masters.take_gradients(self._sharded.plan.active_buckets)
-        if self._counter is not None:
-            self._counter.take_gradients()
 
     def publish(self) -> None:
         """Bring the parameters up to date with what the local optimizer has stepped so far, if that is masters."""
@@ -61,29 +53,10 @@ class LocalUpdate:
         self._sharded.masters.count_step(self._optimizer.param_groups)
 
     @contextmanager
-    def counting(self) -> Iterator[LostUpdates]:
-        """Collective at its end. Within this context count the updates that 16 bits lose."""
-        if self._counter is not None:
-            raise RuntimeError(
-                "count_lost_updates expects to be entered once, but it is inside of another one. Use one."
-            )
-        lost = LostUpdates()
-        self._counter = counter = UpdateCounter(self._sharded)
-        try:
-            yield lost
-        finally:
-            self._counter = None
-        lost.by_group = counter.shares()
-
-    @contextmanager
     def _around(self, positions: Sequence[int]) -> Iterator[None]:
-        masters, counter = self._sharded.masters, self._counter
+        masters = self._sharded.masters
         masters.open(positions)
-        if counter is not None:
-            counter.before(positions)
         try:
             yield
         finally:  # after an exception, too: masters are as far as the state is, and the parameters follow
             masters.close(positions, self._optimizer.param_groups)
-        if counter is not None:
-            counter.after()
