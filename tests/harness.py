@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 
 import shardstep
-from shardstep.params import ddp_wraps
 from tests import forkserver
 from tests.traces import Start
 
@@ -168,7 +167,6 @@ def _work(pipe: Connection, known: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # as in tests.prepared: what was imported since
     prepared.learn(known)
-    ddp_wraps.watched_parameters()  # its hook stays with the process: it is there from the start
     start = None
     while True:
         try:

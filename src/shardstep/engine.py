@@ -149,8 +149,6 @@ class Engine:
         self._start()
         try:
             if not callable(closure):
-                with self._reporting():
-                    source.check()
                 source.prepare(param_groups)
             copy_options(param_groups, self.optimizer.param_groups)
             with self._reporting():

@@ -246,10 +246,6 @@ class LentGradients(StepGradients):
         self._borrowed: dict[int, Tensor] | None = None
         self._own: dict[int, Tensor | None] = {}
 
-    def check(self) -> None:
-        if self._everyone is None:
-            self._attendance.source.check()
-
     def prepare(self, param_groups: Sequence[dict[str, Any]]) -> None:
         if self._is_prepared:  # a closure may be evaluated several times
             return

@@ -789,10 +789,19 @@ LOOKS = (
 )  # fmt: skip
 
 
-def wrapped_on_one_rank(t: Trial) -> None:
-    group, model = dist.new_group([dist.get_rank()], use_local_synchronization=True), net()
-    kept(t, DistributedDataParallel(model, process_group=group) if t.rank == ODD else None)
-    zero(t, model.parameters(), shard_gradients=True)
+def reduced_twice(t: Trial, when: str, options: dict[str, Any]) -> None:
+    """DDP around the model of an optimizer that reduces by itself: told at the first backward."""
+    model, options = net(), dict(options)
+    hook = options.pop("hook", None)
+    ddp = wrap(t, model, **options) if when == "before" else None
+    optimizer = zero(t, model.parameters(), shard_gradients=True)
+    ddp = ddp or wrap(t, model, **options)
+    if hook is not None:
+        ddp.register_comm_hook(t.ranks, hook)
+    try:
+        backward(t, ddp)
+    finally:
+        optimizer.zero_grad()
 
 
 @operation
@@ -850,12 +859,6 @@ SHARDING = trains(
       for order in (0, -1.0)),
     *(Row(f"{what} with shard_gradients", lambda t, copied=copied: copied(t.ours.optimizer), TypeError, COPY)
       for what, copied in (("copy", copy.copy), ("deepcopy", copy.deepcopy), ("pickle", pickle.dumps))),
-    *(Row(f"wrapped later: {what}", lambda t, part=part: wrap(t, part(t.ours.model)), ValueError,
-          f"{TWICE}|a ZeroRedundancyOptimizer of AdamW over|Do not wrap the model|shard_ddp_gradients(ddp, optimizer)")
-      for what, part in (("the model", lambda model: model), ("a part", lambda model: model.before),
-                         ("a whole", lambda model: nn.ModuleList([model, nn.Linear(2, 2)])))),
-    Row("added from DDP", lambda t: (made := wrap(t)) and t.ours.optimizer.add_param_group(
-        {"params": list(made.module.named_parameters())}), ValueError, TWICE, changes=26),
     Row("add_no_sync to no module", lambda t: shardstep.add_no_sync(3, t.ours.optimizer), TypeError,
         "expects a module"),
     Row("add_no_sync to DDP", lambda t: shardstep.add_no_sync(wrap(t), t.ours.optimizer), ValueError,
@@ -871,11 +874,11 @@ SHARDING = trains(
         "expects a number above 0, or inf, but got 0"),
 )  # fmt: skip
 SHARDING += [
-    *(Row(f"wrapped before: {what}", lambda t, part=part: zero(
-        t, part(kept(t, wrap(t))).parameters(), shard_gradients=True), ValueError, TWICE, changes=26)
-      for what, part in (("the model", lambda ddp: ddp), ("a part", lambda ddp: ddp.module.before),
-                         ("a whole", lambda ddp: nn.ModuleList([nn.Linear(2, 2), ddp])))),
-    Row("wrapped before, on one rank", wrapped_on_one_rank, told(ValueError), TWICE, changes=26),
+    *(Row(f"wrapped {when}: {what}", lambda t, when=when, options=options: reduced_twice(t, when, options),
+          ValueError, f"{TWICE}|a ZeroRedundancyOptimizer of SGD over|Do not wrap the model|docs/frameworks.md")
+      for when in ("before", "later")
+      for what, options in (("plain", {}), ("gradient views", {"gradient_as_bucket_view": True}),
+                            ("a static graph", {"static_graph": True}), ("a hook", {"hook": allreduce_hook}))),
     Row("a sparse gradient", sparse_gradient(), RuntimeError, "dense gradients|('table.weight')|Drop shard_gradients"),
     Row("a sparse gradient in no_sync", sparse_gradient(no_sync=True), RuntimeError, "dense gradients|table.weight"),
     Row("a sparse gradient after a dense one", sparse_gradient(True), RuntimeError, "dense gradients|table.weight"),
@@ -1621,14 +1624,6 @@ def unscaled(t: Trial, call: Callable[[Any, Any], Any], masters: Any) -> Any:
     call(scaler, optimizer)
 
 
-def replaced(t: Trial) -> None:
-    model = net()
-    optimizer = zero(t, model.parameters(), parameters_as_bucket_view=True)
-    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
-    backward(t, model)
-    optimizer.step()
-
-
 def not_averaged(t: Trial) -> None:
     """A forgotten DDP: the second step warns, on every rank that differs from the first."""
     model = net()
@@ -1681,7 +1676,6 @@ OTHERS = [
     Row("another shape after building", stepped(lambda: [weight(), weight()], lambda params: setattr(params[0], "data",
         torch.ones(9, 9, dtype=torch.float64))), RuntimeError,
         "parameter 0 expects to stay as it was|(3, 2)|(9, 9)"),
-    Row("parameters that were replaced", replaced, RuntimeError, "other parameters|assign=True", changes=26),
     Row("float16 with and without masters", unscaled(lambda scaler, optimizer: scaler.step(optimizer), None),
         ValueError,
         "parameter 1 has none|Set master_weights for its group, too"),

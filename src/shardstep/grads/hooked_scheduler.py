@@ -29,7 +29,6 @@ from shardstep.grads.iteration import IterationState
 from shardstep.grads.nested_backward import BackwardTracker
 from shardstep.grads.scheduler import BackwardScheduler
 from shardstep.grads.sharded_gradient import ShardedGradient
-from shardstep.params.ddp_wraps import describe, refuse_wraps_of
 
 
 class HookedScheduler(BackwardScheduler):
@@ -42,7 +41,6 @@ class HookedScheduler(BackwardScheduler):
         self._backwards = BackwardTracker()
         self._lock = threading.RLock()  # see [Note: one thread at a time]
         self._hooks = GradientHooks(self, HookedScheduler._collect)
-        refuse_wraps_of(self._sharded)
 
     def extend(self) -> None:
         self._hooks.extend(self._sharded.params)
@@ -73,7 +71,7 @@ class HookedScheduler(BackwardScheduler):
         return RuntimeError(
             f"shard_gradients=True expects one optimizer that reduces a gradient, but that of "
             f"{self._sharded.layout.spec_of[index].label} was taken by another one that is still alive: "
-            f"{gradient.whose}, built before this one ({describe(self._sharded)}). Delete the older optimizer and "
+            f"{gradient.whose}, built before this one ({self._sharded.whose()}). Delete the older optimizer and "
             "whatever holds it (a scheduler, a list), then call zero_grad on this one and go on."
         )
 

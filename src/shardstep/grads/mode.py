@@ -15,7 +15,6 @@ from shardstep.grads.parameter_gradients import ParameterGradients
 from shardstep.grads.reduced_gradients import ReducedGradients
 from shardstep.grads.settings import ReduceSettings
 from shardstep.grads.source import GradientSource
-from shardstep.params.ddp_wraps import check_not_in_ddp
 from shardstep.params.sharded_parameters import ShardedParameters
 
 
@@ -70,9 +69,7 @@ class GradientMode:
     def check_params(self, params: Iterable[Tensor]) -> None:
         """An error if gradients of these parameters cannot be reduced in this mode."""
         if self.shard_gradients:
-            params = list(params)
-            check_not_in_ddp(params)
-            self.reduce.check_params(params)
+            self.reduce.check_params(list(params))
 
     def facts(self) -> dict[str, str]:
         """What must be the same on every rank."""

@@ -50,9 +50,6 @@ class ParameterGradients(GradientSource):
     def release(self) -> None:
         self._sharded.pieces.release_gradients()
 
-    def check(self) -> None:
-        self._sharded.check_still_trained()
-
     def clip(self, params: Sequence[Tensor], max_norm: float, order: float, error_if_nonfinite: bool) -> Tensor:
         gradients = [gradient for gradient in map(_grad, params) if gradient is not None]
         device = params[0].device if params else torch.device("cpu")

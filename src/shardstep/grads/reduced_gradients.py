@@ -28,7 +28,6 @@ from shardstep.grads.scheduler import BackwardScheduler
 from shardstep.grads.settings import ReduceSettings
 from shardstep.grads.shards import GradientShards
 from shardstep.grads.source import GradientSource
-from shardstep.params.ddp_wraps import check_not_in_ddp
 from shardstep.params.relocation import Relocation
 from shardstep.params.sharded_parameters import ShardedParameters
 
@@ -83,9 +82,6 @@ class ReducedGradients(GradientSource):
 
     def release(self) -> None:
         self._shards.release()
-
-    def check(self) -> None:
-        self._sharded.check_still_trained()
 
     def stepped(self) -> None:
         self._scheduler.stepped()
@@ -161,9 +157,7 @@ class ReducedGradients(GradientSource):
         return self._reducer.buffers()
 
     def check_params(self, params: Iterable[Tensor]) -> None:
-        params = list(params)
-        check_not_in_ddp(params)
-        self._settings.check_params(params)
+        self._settings.check_params(list(params))
 
     # --- for ShardedGradient --------------------------------------------------------------------------------------
 

@@ -191,6 +191,8 @@ def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> An
     gradient = _first((target, source))
     assert gradient is not None
     in_backward = torch._C._current_graph_task_id() >= 0
+    if in_backward and not gradient._owner.reduces_in_ddp:
+        raise _reduced_twice(gradient)
     if not gradient._owner.reduces_in_ddp or not (in_backward or is_called_by_ddp(__name__)):
         raise RuntimeError(_refusal(str(func), gradient))
     if gradient is not source:
@@ -201,6 +203,23 @@ def _copy(func: Any, target: Any, source: Any, non_blocking: bool = False) -> An
     incoming = gradient.take_incoming()
     gradient.copied = Copied.NOTHING if incoming is None else Copied.SOMETHING
     return target.zero_() if incoming is None else target.copy_(incoming)
+
+
+def _reduced_twice(gradient: ShardedGradient) -> ValueError:
+    """In backward nobody but DDP takes a gradient off a parameter: into its bucket, to average it once more."""
+    return ValueError(
+        "shard_gradients=True expects a model that is not wrapped, because the optimizer reduces the gradients itself, "
+        f"but DistributedDataParallel reduces that of {gradient._label} as well ({gradient.whose}). Do not wrap the "
+        "model; or drop shard_gradients and call shardstep.shard_ddp_gradients(ddp, optimizer) after the wrap. With a "
+        "framework that wraps by itself: docs/frameworks.md."
+    )
+
+
+def _multiply_out(func: Any, gradient: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    """DDP fills its bucket with ``param.grad`` divided by the number of ranks."""
+    if isinstance(gradient, ShardedGradient) and torch._C._current_graph_task_id() >= 0:
+        raise _reduced_twice(gradient)
+    raise RuntimeError(_refusal(str(func), _first((gradient, *args))))
 
 
 def _move(func: Any, gradient: ShardedGradient, *, device: Any = None, dtype: Any = None, **kwargs: Any) -> Any:
@@ -297,6 +316,7 @@ def _unscale(func: Any, gradients: list[Tensor], found_inf: Tensor, inverse_scal
 _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten.add_.Tensor: _accumulate,
     aten.copy_.default: _copy,
+    aten.mul.out: _multiply_out,
     aten._to_copy.default: _move,
     aten.zero_.default: _apply,
     aten.mul_.Tensor: _apply,

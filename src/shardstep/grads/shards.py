@@ -17,7 +17,6 @@ from torch import Tensor
 
 from shardstep.grads.sharded_gradient import Copied, Owner, ShardedGradient
 from shardstep.layout.specs import Bucket, Piece
-from shardstep.params.ddp_wraps import describe
 from shardstep.params.sharded_parameters import ShardedParameters
 
 _grad = attrgetter("grad")
@@ -121,7 +120,7 @@ class GradientShards:
     def extend(self, owner: Owner) -> None:
         """Take over the parameters that were added. ``owner`` answers for what stands for their gradients."""
         layout, params, rank = self._sharded.layout, self._sharded.params, self._sharded.rank
-        whose = describe(self._sharded)
+        whose = self._sharded.whose()
         for index, param in params.items():
             if index not in self._stand_ins:
                 self._stand_ins[index] = ShardedGradient(param, owner, index, layout.spec_of[index].label, whose)

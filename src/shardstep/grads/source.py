@@ -19,15 +19,11 @@ from shardstep.grads.attendance import Call, Roll
 class StepGradients(ABC):
     """The gradients of a step, as the engine sees them.
 
-    It calls, on every rank: ``check`` and ``prepare`` (with a closure: ``prepare`` after it has run), ``bind``, then it
+    It calls, on every rank: ``prepare`` (with a closure: ``prepare`` after it has run), ``bind``, then it
     updates and gathers, ``release``, ``stepped``.
     """
 
     may_be_lazy = True  # whether all ranks know, without asking, that a step may leave gathers under way
-
-    def check(self) -> None:
-        """Raise if no step can be made of these gradients."""
-        return
 
     def prepare(self, param_groups: Sequence[dict[str, Any]]) -> None:
         """Collective. The gradients of this step are complete: hand on what other ranks need of them."""

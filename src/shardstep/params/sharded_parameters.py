@@ -32,7 +32,6 @@ from shardstep.params.local_optimizer import options_of
 from shardstep.params.master_modes import MasterMode, MasterSettings
 from shardstep.params.masters import Masters
 from shardstep.params.memory_watch import MemoryWatch
-from shardstep.params.model_search import check_in_a_module, is_in_a_module
 from shardstep.params.pieces import LocalPieces
 from shardstep.params.step_plan import StepPlan, make_plan
 
@@ -80,7 +79,6 @@ class ShardedParameters:
         self.active: list[bool] = []
         self.plan = StepPlan([], [], [], False)
         self._views = BucketViews() if views else None
-        self._in_module = False  # known with bucket views only
         self._memory = MemoryWatch()
         self._ring: SharedMemoryRing | None = None
         self.gather_streams = SideStreams()
@@ -158,7 +156,6 @@ class ShardedParameters:
         self._open_ring()
         if self._views is not None:
             self._views.extend(self.layout, self.params)
-            self._in_module = bool(self.params) and is_in_a_module(next(iter(self.params.values())))
         self.bind()
 
     def _open_ring(self) -> None:
@@ -280,15 +277,6 @@ class ShardedParameters:
             "you build DDP and the optimizer."
         )
 
-    def check_still_trained(self) -> None:
-        """Raise if the model was given new parameters (``load_state_dict(assign=True)``) and trains without ours.
-
-        Only with bucket views, where it would go unnoticed that the model no longer is what is gathered, and only
-        when no parameter has a gradient: the search through the interpreter's objects is slow.
-        """
-        if self._in_module and not any(param.grad is not None for param in self.params.values()):
-            check_in_a_module(next(iter(self.params.values())))
-
     def bind(self) -> None:
         """Follow the parameters to the memory that they have now, or bring them back into their bucket views."""
         for param in self._dtensors:
@@ -322,6 +310,11 @@ class ShardedParameters:
         return self._views.buffers if self._views is not None else [None] * len(self.layout.buckets)
 
     # --- questions ------------------------------------------------------------------------------------------------
+
+    def whose(self) -> str:
+        """Which optimizer has these parameters, for messages."""
+        count = len(self.params)
+        return f"a ZeroRedundancyOptimizer of {self.builder.class_name} over {count} parameter{'s' * (count != 1)}"
 
     def group_owners(self) -> list[list[int]]:
         """Per group, the ranks that have a piece of it: what a step writes into a group is written there."""
