@@ -204,6 +204,7 @@ class Engine:
                 self.local.prepare(whole=True)
                 step.finish()
         self.local.end()
+        self.progress.changed(self.progress.has_state)
         copy_options(self.optimizer.param_groups, param_groups, self.sharded.builder.notes)
 
     def update_all(self, closure: Closure | None = None, kwargs: dict[str, Any] | None = None) -> Any:

@@ -182,6 +182,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         self.world_size, self.rank, self.global_rank = group.world_size, group.rank, group.global_rank
         self.parameters_as_bucket_view, self.initialized = views, True
         self.engine, self._attendance = engine, attendance
+        engine.progress.has_state = engine.sharded.builder.has_eager_state
         self.saves = {}
         self._view = StateView(engine.sharded, self.optim, engine.progress)
 

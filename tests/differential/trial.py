@@ -442,8 +442,8 @@ class Trial:
     def _resume(self, op: Resume) -> None:
         if self.is_member:
             self.plain.adopt()
-            if op.how in ("sharded", "get_state_dict") and not self._all_have_state():
-                # Issue 24: DCP misses the keys of what has no state yet, what is frozen has no place to load into.
+            if op.how in ("sharded", "get_state_dict") and (self.frozen or self.config.optimizer == "Peculiar"):
+                # DCP has no place for the state of what is frozen, and no key for an option that a step adds.
                 op = replace(op, how="checkpoint")
         first = self.members[0]
         op = share(op, first)
@@ -467,11 +467,6 @@ class Trial:
                 for group in self.plain.optimizer.param_groups:
                     group.pop("initial_lr", None)
             self._consolidate(Consolidate())
-
-    def _all_have_state(self) -> bool:
-        # Adam's learning rate is a tensor, which get_state_dict loses; Peculiar's steps add an option
-        options = self.config.optimizer in ("Adam", "Peculiar")
-        return not options and not self.frozen and all(self.plain.state_of(param) for _, param in self.plain.params())
 
     def _configured(self, op: Resume) -> Configuration:
         """Another configuration, as near to what is asked for as it can be."""

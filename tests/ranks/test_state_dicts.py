@@ -367,6 +367,85 @@ def test_the_dict_of_a_new_optimizer_loads_as_nothing():
     run_ranks(nothing_yet, 3)
 
 
+class Counting(Optimizer):
+    """Momentum, a count that is no tensor, and for small parameters nothing but the count."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    state = self.state[param]
+                    state["count"] = state.get("count", 0) + 1
+                    if param.dim() > 1:
+                        state.setdefault("mean", torch.zeros_like(param)).add_(param.grad)
+                    param.sub_(state.get("mean", param.grad) * state["count"], alpha=group["lr"])
+
+
+def stateful(rank: int, world: int, folder: Path) -> None:
+    """``dcp.load({"optim": optimizer})``: what is no tensor, an unused parameter, a save before the first step."""
+    ours, optimizer, theirs, oracle = trained_pair(Counting, 0, shard="tensor")
+    dcp.save({"optim": optimizer}, checkpoint_id=folder / "fresh")
+    for each, params in ((optimizer, ours), (oracle, theirs)):
+        train(each, params[:-1], range(2))
+    dcp.save({"optim": optimizer}, checkpoint_id=folder / "later")
+    start = values_of(ours)
+    for name in ("later", "fresh"):
+        again = [nn.Parameter(value.clone()) for value in start]
+        fresh = ZeroRedundancyOptimizer(again, Counting, lr=0.1, shard="tensor")
+        if name == "fresh":  # loaded into one that has state: it begins anew
+            train(fresh, again, [7])
+            theirs, oracle = [nn.Parameter(value.detach().clone()) for value in again], None
+            oracle = Counting(theirs, lr=0.1)
+        dcp.load({"optim": fresh}, checkpoint_id=folder / name)
+        assert not [key for key in fresh.state if isinstance(key, str)]
+        for each, params in ((fresh, again), (oracle, theirs)):
+            train(each, params, [2, 3])
+        assert_same(values_of(again), values_of(theirs), name)
+
+
+def test_the_optimizer_itself_goes_through_dcp_with_state_that_is_no_tensor(tmp_path):
+    run_ranks(stateful, 2, tmp_path)
+
+
+def cut_otherwise(rank: int, world: int) -> None:
+    _, optimizer, _, _ = trained_pair(Adam, shard="element")
+    params = parameters()
+    other = ZeroRedundancyOptimizer(params, Adam, lr=0.1, shard="tensor")
+    for load, form in (
+        (other.load_state_dict, optimizer.state_dict()),
+        (other.load_sharded_state_dict, optimizer.sharded_state_dict()),
+    ):
+        error_of(partial(load, form), "pieces of another cut")
+    assert not any(other.state.values())
+    empty = optimizer.sharded_state_dict()
+    empty["state"] = {name: {} for name in empty["state"]}
+    assert "is missing" in str(error_of(partial(optimizer.load_sharded_state_dict, empty), "never fresh"))
+
+
+def test_pieces_of_another_cut_and_lost_entries_are_refused():
+    run_ranks(cut_otherwise, 2)
+
+
+def fresh_and_switched(rank: int, world: int) -> None:
+    schedulefree = pytest.importorskip("schedulefree")
+    params = parameters()
+    optimizer = ZeroRedundancyOptimizer(params, schedulefree.AdamWScheduleFree, lr=0.1)
+    optimizer.load_state_dict(optimizer.state_dict())  # as accelerator.prepare does it, before train()
+    optimizer.train()
+    train(optimizer, params, range(2))
+    optimizer.consolidate_state_dict()
+    optimizer.eval()  # changes options, and masters
+    assert "consolidate_state_dict" in str(error_of(partial(pickle.dumps, optimizer.state_dict()), "stale"))
+
+
+def test_a_schedule_free_optimizer_has_a_state_dict_before_train_and_a_stale_one_after_eval():
+    run_ranks(fresh_and_switched, 2)
+
+
 def pickled_shards(rank: int, world: int) -> None:
     model, optimizer = mixed("element", 1)
     shard = next(value for value in optimizer.sharded_state_dict(model)["state"]["embed"].values()

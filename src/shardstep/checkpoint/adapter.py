@@ -151,7 +151,7 @@ class PlainAdapter:
     def load(self, form: dict[str, Any], model: Module | None, strict: bool) -> None:
         names = names_of(self.optimizer.param_groups, model)
         held: Any = self.held
-        loadable = from_named(form, self.optimizer.param_groups, names, held, strict)
+        loadable = from_named(form, self.optimizer.param_groups, names, held, self.optimizer, strict)
         self.held.take_masters(load_local(loadable, held, self.optimizer).masters)
 
 

@@ -209,7 +209,9 @@ def blank_state(
     if spec.name is not None:
         options["param_names"] = [spec.name]
     with undisturbed(like.device):
-        twin = fresh_optimizer([options])
+        twin: Any = fresh_optimizer([options])
+        if callable(getattr(twin, "train", None)):  # schedule-free optimizers have to know
+            twin.train()
         run_step(twin, lambda: scratch.grad.sum())  # type: ignore[union-attr]
     return dict(twin.state.get(scratch, {}))
 

@@ -5,6 +5,7 @@ It is kept real when groups are added, parameters are frozen or moved, or their 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from operator import attrgetter
@@ -34,6 +35,8 @@ from shardstep.params.masters import Masters
 from shardstep.params.memory_watch import MemoryWatch
 from shardstep.params.pieces import LocalPieces
 from shardstep.params.step_plan import StepPlan, make_plan
+
+logger = logging.getLogger(__name__)
 
 # Gathers under way at the same time, if it is the host that waits for them: enough to keep the wire busy while the next
 # bucket is updated, and a bound on the memory for staging.
@@ -338,9 +341,18 @@ class ShardedParameters:
         return list(map(self.params.__getitem__, self.layout.buckets[position].params))
 
     def blank_state(self, index: int, param_groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
-        """The state that the optimizer would make for this rank's piece of a parameter."""
+        """The state that the optimizer would make for this rank's piece of a parameter; empty if nobody can tell."""
         tensor = self.pieces.tensors[index]
-        blank = self.builder.blank_state(self.layout.spec_of[index], tensor, param_groups)
+        try:
+            blank = self.builder.blank_state(self.layout.spec_of[index], tensor, param_groups)
+        except Exception as error:  # its step wants an argument, say
+            logger.warning(
+                "%s: which state it makes could not be found out (%r). Without a step nothing has a place in its state "
+                "dict for torch.distributed.checkpoint to load into; shardstep.checkpoint and whole dicts load.",
+                self.builder.class_name,
+                error,
+            )
+            return {}
         return {**blank, "master_weight": torch.zeros_like(tensor)} if self.masters.keeps(index) else blank
 
     def master_weights(self, only: int | None = None) -> dict[int, Tensor]:

@@ -17,7 +17,6 @@ import copy
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, NamedTuple
 
@@ -34,25 +33,25 @@ from shardstep.params.sharded_parameters import ShardedParameters
 from shardstep.state import names
 from shardstep.state.collect import collect, describe
 from shardstep.state.names import Loadable, names_of
-from shardstep.state.shards import MASTER, filled, is_sharded, local_part, sharded_states, unkeyed, with_masters
+from shardstep.state.shards import MASTER, filled, is_sharded, sharded_states, unkeyed, with_masters
 from shardstep.state.view import StateView
 
 
 class StateDict(dict[str, Any]):
     """A state dict that lacks state of other ranks, or has blanks: not to be written to a file as it is.
 
-    What is inside is plain. ``lacks`` says what is missing and what to do; pickling raises it. Without it the dict
-    is pickled as the empty form: no rank has state yet.
+    What is inside is plain. ``lacks`` says what is missing and what to do; pickling raises it. If it is empty, no rank
+    has state yet, and the dict is pickled as the empty form.
     """
 
-    lacks = ""
+    lacks = "A copy of a sharded state dict cannot be pickled. Pickle what optimizer.state_dict() returns."
     is_elsewhere = False  # other ranks have all of it
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         if self.lacks:
             raise RuntimeError(self.lacks)
         entries = {key: filled(entry) for key, entry in self["state"].items()}
-        state = {key: entry for key, entry in entries.items() if entry}
+        state = {key: entry for key, entry in entries.items() if entry is not None and not _is_empty(entry)}
         # An OrderedDict, because torch.load(weights_only=True) makes no other dict by its class.
         return OrderedDict, (), None, None, iter({**self, "state": state}.items())
 
@@ -135,19 +134,22 @@ class ShardedOptimizer(Optimizer):
         """See [Note: what state_dict returns]."""
         sharded, progress = self.engine.sharded, self.engine.progress
         groups = _numbered_groups(self.param_groups)
-        if self.rank in progress.consolidated_to:
+        consolidated_to = progress.consolidated_to if progress.has_state else ()  # (of nothing, blanks say more)
+        if self.rank in consolidated_to:
             states = {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in progress.states.items()}
             return {"state": states, "param_groups": groups}
-        if progress.consolidated_to:
+        if consolidated_to:
             form = StateDict(state={index: {} for index in sharded.params}, param_groups=groups)
-            form.lacks, form.is_elsewhere = _elsewhere(progress.consolidated_to), True
+            form.lacks, form.is_elsewhere = _elsewhere(consolidated_to), True
             return form
         progress.copies.wait()  # the caller may load into it
         entries = sharded_states(sharded, self.optim, shards=self.world_size > 1)
-        states = {index: entries.get(index, {}) for index in sharded.params}
+        # What this rank owns and has no state for, because it is frozen, is left out, as in torch.
+        owned = sharded.pieces.pieces.keys() - entries.keys()
+        states = {index: entries.get(index, {}) for index in sharded.params if index not in owned}
         form = StateDict(state={**states, **unkeyed(self.optim.state)}, param_groups=groups)
-        if progress.has_state and self.world_size > 1:
-            form.lacks = _not_collected(progress.recipient)
+        lacks = progress.has_state and self.world_size > 1
+        form.lacks = _not_collected(progress.recipient) if lacks else ""
         return form
 
     @torch._disable_dynamo
@@ -164,6 +166,7 @@ class ShardedOptimizer(Optimizer):
                 changed = pre_hook(self, given)
                 given = given if changed is None else changed
             _check_form(given, self.param_groups)
+            given = {**given, "state": _with_indices(given["state"])}
             return _from_plain(given, self.engine.sharded, self.optim), _facts_of(given)
 
         self._load("load_state_dict", read)
@@ -200,7 +203,7 @@ class ShardedOptimizer(Optimizer):
 
         def read() -> tuple[Loadable, list[tuple[str, dict[str, str]]]]:
             known = names_of(self.param_groups, model)
-            loadable = names.from_named(state_dict, self.param_groups, known, self.engine.sharded, strict)
+            loadable = names.from_named(state_dict, self.param_groups, known, self.engine.sharded, self.optim, strict)
             return loadable, option_facts(loadable.options)
 
         self._load("load_sharded_state_dict", read)
@@ -210,6 +213,7 @@ class ShardedOptimizer(Optimizer):
         engine, sharded = self.engine, self.engine.sharded
         engine.check_not_broken(call)
         engine.progress.copies.wait()
+        engine.progress.changed(engine.progress.has_state)  # DCP may have written into what was collected
         with engine.consensus.reporting(call):
             loadable, facts = read()
             loaded = load_local(loadable, sharded, self.optim)
@@ -366,22 +370,28 @@ def _from_plain(state_dict: Mapping[str, Any], held: ShardedParameters, optimize
     """This rank's pieces of a state dict in torch's plain form."""
     states, saved_groups = state_dict["state"], state_dict["param_groups"]
     saved_ids = [saved_id for group in saved_groups for saved_id in group["params"]]
-    entries = {}
-    for index, piece in held.pieces.pieces.items():
-        entry, spec = filled(states.get(saved_ids[index])), held.layout.spec_of[index]
-        if entry:
-            entries[index] = local_part(entry, spec, piece, partial(held.find_state_class, index), "of the loaded dict")
-        elif entry is not None and held.given[index].requires_grad and held.blank_state(index, optimizer.param_groups):
-            raise ValueError(_EMPTY.format(spec.label))
+    given = {index: states[saved_ids[index]] for index in held.pieces.pieces if saved_ids[index] in states}
+    entries = names.pieces_of(given, held, optimizer, "of the loaded dict")
     others = {key: value for key, value in states.items() if key not in set(saved_ids)}
     return Loadable(entries, others, [{k: v for k, v in group.items() if k != "params"} for group in saved_groups])
 
 
-_EMPTY = (
-    "load_state_dict expects the state of {}, but its entry is empty, although the optimizer makes state for it. Was "
-    "the dict consolidated to another rank, or given to set_optimizer_state_dict in flattened form before the first "
-    "step? Use the dict of the rank that has the state; or a dict that is not flattened; or shardstep.checkpoint."
-)
+def _with_indices(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """DCP puts what is no tensor under a parameter's index as a text, beside the entry with the tensors: join them."""
+    joined = dict(states)
+    for key in [key for key in states if isinstance(key, str) and key.isdecimal() and int(key) in states]:
+        joined[int(key)] = _joined(states[int(key)], joined.pop(key))
+    return joined
+
+
+def _is_empty(entry: Any) -> bool:
+    return isinstance(entry, Mapping) and not entry
+
+
+def _joined(entry: Any, loaded: Any) -> Any:
+    if not isinstance(entry, Mapping) or not isinstance(loaded, Mapping):
+        return loaded
+    return {**entry, **{key: _joined(entry.get(key), value) for key, value in loaded.items()}}
 
 
 class Loaded(NamedTuple):
@@ -479,8 +489,9 @@ def _adopt_options(
 def _facts_of(state_dict: Mapping[str, Any]) -> list[tuple[str, dict[str, str]]]:
     """What must be the same on every rank that loads: it is the same checkpoint, as far as its plain values show."""
     facts = option_facts(state_dict["param_groups"])
-    for key, entry in state_dict["state"].items():
-        if isinstance(entry, dict) and not is_sharded(entry):
+    entries = {key: entry for key, entry in state_dict["state"].items() if isinstance(entry, Mapping)}
+    if not any(map(is_sharded, entries.values())):  # else each rank has its own pieces
+        for key, entry in entries.items():
             facts.append((f"state of parameter {key}", {name: _summary(value) for name, value in entry.items()}))
     return facts
 
@@ -497,8 +508,8 @@ def _summary(value: Any) -> str:
 def _elsewhere(ranks: Sequence[int]) -> str:
     have = " and ".join(f"rank {rank}" for rank in ranks)
     return (
-        f"This state dict did not receive the state, which was consolidated to {have}. Use the dict that state_dict() "
-        f"returns there: save it on {have} only, and load that one on every rank."
+        f"This rank did not receive the state: it was consolidated to {have}. Save the dict that state_dict() returns "
+        f"on {have} only, and load that one on every rank."
     )
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from shardstep.params.local_optimizer import options_of
 from shardstep.params.option_facts import option_texts
 from shardstep.params.sharded_parameters import ShardedParameters
-from shardstep.state.shards import filled, local_part, sharded_states, unkeyed
+from shardstep.state.shards import MASTER, filled, local_part, sharded_states, unkeyed
 
 # Modules that torch (torch.compile, activation checkpointing) and Fabric put around others, as parts of a name.
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_forward_module")
@@ -208,11 +208,37 @@ class Loadable(NamedTuple):
     options: list[dict[str, Any]]  # of each group; with "param_names" if they are loaded too
 
 
+def pieces_of(
+    state: Mapping[int, Any], held: ShardedParameters, optimizer: Optimizer, where: str, *, keep: bool = False
+) -> dict[int, Any]:
+    """Of loaded state, by parameter index, the parts that belong to this rank's pieces.
+
+    What DCP had places for and did not load, of state that it did load, is as a new optimizer makes it.
+    """
+    parts = {}
+    for index in held.pieces.pieces.keys() & state.keys():
+        entry, spec, piece = state[index], held.layout.spec_of[index], held.pieces.pieces[index]
+        found = filled(entry)
+        if found:
+            part = local_part(found, spec, piece, partial(held.find_state_class, index), where, keep=keep)
+            blank = held.blank_state(index, optimizer.param_groups) if len(found) < len(entry) else {}
+            parts[index] = {**{key: blank[key] for key in blank if key in entry and key != MASTER}, **part}
+        elif found is not None and held.given[index].requires_grad and held.blank_state(index, optimizer.param_groups):
+            raise ValueError(
+                f"The state of {spec.label} {where} is missing: its entry is empty, although the optimizer makes state "
+                "for it. Was the dict consolidated to another rank, or given to set_optimizer_state_dict in flattened "
+                "form before the first step? Use the dict of the rank that has the state, a dict that is not "
+                "flattened, or shardstep.checkpoint."
+            )
+    return parts
+
+
 def from_named(
     form: Mapping[str, Any],
     param_groups: Sequence[Mapping[str, Any]],
     names: Mapping[Tensor, str],
     held: ShardedParameters,
+    optimizer: Optimizer,
     strict: bool,
 ) -> Loadable:
     """This rank's pieces of a state dict by name. ValueError if it does not fit and ``strict``."""
@@ -224,12 +250,8 @@ def from_named(
     differences = Differences(*compare_names(saved_groups, names.values()), [])
     if strict and differences:
         raise ValueError(f"the sharded state dict expects the names of this optimizer, but {differences}. {REMEDY}")
-    entries = {}
-    for index, piece in held.pieces.pieces.items():
-        entry, spec = filled(state.get(names[held.given[index]])), held.layout.spec_of[index]
-        if entry:
-            find_class = partial(held.find_state_class, index)
-            entries[index] = local_part(entry, spec, piece, find_class, "of the loaded form", keep=True)
+    given = {index: state[names[param]] for index, param in held.given.items() if names[param] in state}
+    entries = pieces_of(given, held, optimizer, "of the loaded form", keep=True)
     known = {*names.values(), *(name for group in saved_groups for name in group["params"])}
     others = {key: value for key, value in state.items() if key not in known}
     return Loadable(entries, others, options_by_name(saved_groups, named_groups(param_groups, names), strict))

@@ -207,21 +207,15 @@ def filled(entry: Any) -> Any:
     if isinstance(entry.get(MASTER), StateShard) and _has_lost_its_master(entry):
         entry = {key: value for key, value in entry.items() if key != MASTER}
     places = [leaf for leaf in tree_leaves(dict(entry)) if isinstance(leaf, Tensor) or is_unfilled(leaf)]
-    return None if places and all(map(is_unfilled, places)) else _without_blanks(entry)
+    if places and all(map(is_unfilled, places)):
+        return None
+    return {key: value for key, value in entry.items() if not any(map(is_unfilled, tree_leaves(value)))}
 
 
 def _has_lost_its_master(entry: Mapping[str, Any]) -> bool:
     """Whether DCP loaded the rest of the state and no master: the one that is there is older."""
     others = [leaf for leaf in tree_leaves(dict(entry)) if leaf is not entry[MASTER]]
     return not entry[MASTER].loaded and any(isinstance(leaf, StateShard) and leaf.loaded for leaf in others)
-
-
-def _without_blanks(entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        key: _without_blanks(value) if isinstance(value, Mapping) else value
-        for key, value in entry.items()
-        if not is_unfilled(value)
-    }
 
 
 def is_sharded(entry: Mapping[str, Any]) -> bool:
@@ -249,7 +243,7 @@ def sharded_entry(entry: Mapping[str, Any], spec: ParamSpec, piece: Piece, *, bl
         if isinstance(leaf, tuple) and any(isinstance(item, Tensor) for item in tree_leaves(leaf)):
             return [tree_map(shard, item, is_leaf=_is_tuple) for item in leaf]  # DCP does not look into tuples
         if not isinstance(leaf, Tensor):
-            return leaf
+            return BLANK if blank else leaf
         check_cut_with(leaf, spec, piece)
         if blank:
             options, leaf = {"blank": True, "device": leaf.device}, leaf.to("meta")
@@ -288,7 +282,7 @@ def sharded_states(
     ``blanks``: a trainable parameter without any gets places to load into. ``shards``: False leaves the state plain.
     """
     entries: dict[int, dict[str, Any]] = {}
-    state = with_masters(held, optimizer.state)
+    state, made = with_masters(held, optimizer.state), dict[Any, Any]()  # one twin for tensors that are alike
     for index, piece in sorted(held.pieces.pieces.items()):
         spec, entry = held.layout.spec_of[index], state.get(held.pieces.tensors[index])
         if entry:
@@ -296,7 +290,11 @@ def sharded_states(
         elif blanks and held.given[index].requires_grad:
             # (Without places DCP would step the optimizer itself with zero gradients, which changes the state. A frozen
             # parameter has none: most checkpoints have no state for it, and DCP refuses to load a key that is missing.)
-            entries[index] = sharded_entry(held.blank_state(index, optimizer.param_groups), spec, piece, blank=True)
+            tensor = held.pieces.tensors[index]
+            kind = spec.group, tensor.shape, tensor.stride(), tensor.dtype, tensor.device, held.keeps_master(index)
+            if kind not in made:
+                made[kind] = held.blank_state(index, optimizer.param_groups)
+            entries[index] = sharded_entry(made[kind], spec, piece, blank=True)
     return entries
 
 
@@ -334,10 +332,12 @@ def local_part(
 
 
 def _part_of_shard(shard: StateShard, spec: ParamSpec, piece: Piece, name: str) -> Tensor:
-    expected = [] if shard.dim() == 0 or piece.whole else boxes_of(spec.shape, piece.start, piece.stop)
-    if expected and list(shard.boxes) != expected:
+    is_whole = shard.dim() == 0 or piece.whole
+    expected = [whole(tuple(shard.shape))] if is_whole else boxes_of(spec.shape, piece.start, piece.stop)
+    if list(shard.boxes) != expected:
         raise ValueError(
-            f"{name} expects elements {piece.start} to {piece.stop} of the parameter on this rank but got {shard!r}. "
-            "Load into what this optimizer's sharded_state_dict() returns."
+            f"{name} has other elements than this rank owns ({piece.start} to {piece.stop}): {shard!r}. It is from an "
+            "optimizer that cuts parameters otherwise. Call consolidate_state_dict there and load the whole dict, or "
+            "use shardstep.checkpoint."
         )
     return shard.local
