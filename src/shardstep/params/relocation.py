@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from shardstep.comm.consensus import RankConsensus
 from shardstep.params import groups
+from shardstep.params.model_search import check_ddp_was_not_moved
 from shardstep.params.sharded_parameters import ShardedParameters
 
 CALL = "going on after the model was moved"
@@ -44,6 +45,7 @@ class Relocation:
             error = sharded.kind_error() or _place_error(sharded)
             if error is not None:
                 raise error
+            check_ddp_was_not_moved(sharded.params.values())
             sharded.builder.examine_again(_by_group(sharded))
         labels = groups.device_labels(sharded.params.values())
         facts = [(spec.label, {"device": labels[sharded.params[spec.index].device]}) for spec in sharded.layout.specs]

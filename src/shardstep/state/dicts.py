@@ -134,13 +134,12 @@ class ShardedOptimizer(Optimizer):
         """See [Note: what state_dict returns]."""
         sharded, progress = self.engine.sharded, self.engine.progress
         groups = _numbered_groups(self.param_groups)
-        consolidated_to = progress.consolidated_to if progress.has_state else ()  # (of nothing, blanks say more)
-        if self.rank in consolidated_to:
+        if self.rank in progress.consolidated_to:
             states = {key: dict(entry) if isinstance(entry, dict) else entry for key, entry in progress.states.items()}
             return {"state": states, "param_groups": groups}
-        if consolidated_to:
+        if progress.consolidated_to:
             form = StateDict(state={index: {} for index in sharded.params}, param_groups=groups)
-            form.lacks, form.is_elsewhere = _elsewhere(consolidated_to), True
+            form.lacks, form.is_elsewhere = _elsewhere(progress.consolidated_to), True
             return form
         progress.copies.wait()  # the caller may load into it
         entries = sharded_states(sharded, self.optim, shards=self.world_size > 1)
