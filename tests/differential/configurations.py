@@ -323,8 +323,8 @@ SIMULATED: dict[str, tuple[Any, ...]] = {
     "precision": ("float64", "bfloat16 float32", "bfloat16 remainder"),
     "model": ("plain", "odd", "two dtypes", "streams", "two devices"),  # (the device has no convolutions)
     "memory_format": ("contiguous",),
-    "ranks": (2, 3, 1),
-    "group": ("first", "last", "mesh"),
+    "ranks": (2, 3, 1, 4),
+    "group": ("first", "last", "mesh", "mesh replicated"),
     "transport": ("shared memory",),
     "device": ("sim",),
 }

@@ -68,10 +68,14 @@ class ScalerStep(Operation):
 
 @dataclass(frozen=True, repr=False)
 class Step(Operation):
-    """``closure`` runs zero_grad, forward and backward; ``factor`` is an argument of the optimizer's own step."""
+    """``closure`` runs zero_grad, forward and backward; ``factor`` is an argument of the optimizer's own step.
+
+    ``late``: that rank comes late, and on every rank threads read the parameters afterwards.
+    """
 
     closure: bool = False
     factor: float | None = None
+    late: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -128,7 +132,12 @@ class Rebuild(Operation):
 
 @dataclass(frozen=True, repr=False)
 class Move(Operation):
-    """The parameters get other memory, as ``model.to(device)`` does it; on a device: to the CPU and back."""
+    """The parameters get other memory, as ``model.to(device)`` does it; on a device: to the CPU and back.
+
+    ``cleared``: gradients are there, and are cleared in between.
+    """
+
+    cleared: bool = False
 
 
 @dataclass(frozen=True, repr=False)
@@ -140,6 +149,13 @@ class AddGroup(Operation):
 class Edit(Operation):
     index: int = 0
     factor: float = 2.0
+
+
+@dataclass(frozen=True, repr=False)
+class Swap(Operation):
+    """Other weights for a moment, as an average of them is evaluated or saved; state is read meanwhile."""
+
+    factor: float = 1.5
 
 
 @dataclass(frozen=True, repr=False)
@@ -236,7 +252,7 @@ class Look(Operation):
 
 OPERATIONS = (
     Backward, Clip, DropGradient, Unscale, ScalerStep, Step, Loop, ZeroGrad, Schedule, SetLr, Freeze, Unfreeze, Rewrap,
-    Rebuild, Move, AddGroup, Edit, LoadModel, Consolidate, Exchange, Resume, Plain, Save, Restore, CopyModel,
+    Rebuild, Move, AddGroup, Edit, Swap, LoadModel, Consolidate, Exchange, Resume, Plain, Save, Restore, CopyModel,
     Raise, RaiseInStep, Uneven, Switch, Look,
 )  # fmt: skip
 Program = tuple[Operation, ...]

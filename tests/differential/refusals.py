@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as recompute
 
 import shardstep
 from shardstep import ZeroRedundancyOptimizer, checkpoint
@@ -40,7 +41,7 @@ from tests.differential import leftovers
 from tests.differential.configurations import Configuration, Fails
 from tests.differential.models import Expected, Net, batch
 from tests.differential.programs import AddGroup, Backward, Program, Step, ZeroGrad
-from tests.differential.trial import Trial
+from tests.differential.trial import Trial, difference
 
 ODD = 1  # the rank that does something else than the others, where one does
 SOON = 15.0  # seconds: below the time-out of any process group, and enough for a machine that is busy
@@ -216,13 +217,31 @@ def zero(t: Trial, params: Any, kind: Any = SGD, **options: Any) -> ZeroRedundan
 
 
 def backward(t: Trial, model: nn.Module) -> None:
-    model(batch(0, t.rank, torch.float64)).square().mean().backward()
+    place = next(model.parameters()).device
+    model(batch(0, t.rank, torch.float64).to(place)).square().mean().backward()
 
 
 def iterate(t: Trial, model: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
     backward(t, model)
     optimizer.step()
+
+
+@operation
+def as_plain(t: Trial, connect: Any, way: Any = iterate, make: Any = net, expected: Any = net) -> Any:
+    """``connect`` wraps a model and builds its optimizer. It ends where DDP with the plain optimizer does."""
+    model, other = make().to(t.config.device), expected()
+    connected = connect(t, model)
+    both = connected, (wrap(t, other, find_unused_parameters=True), SGD(other.parameters(), lr=0.1))
+    for turn in range(3):
+        for wrapped, optimizer in both:
+            way(t, wrapped, optimizer, *(() if way is iterate else (turn,)))
+    t.exact = False
+    t._same("the model", model.state_dict(), other.state_dict())
+
+
+def sharded(t: Trial, model: nn.Module) -> tuple[Any, Any]:
+    return model, zero(t, model.named_parameters(), shard_gradients=True, bucket_cap_mb=0.0005)
 
 
 def set_ones(params: Iterable[nn.Parameter]) -> None:
@@ -276,6 +295,26 @@ class Couples(Habit):
     def first(self, params: list[Tensor]) -> None:
         norm = torch.stack([param.grad.norm() for param in params]).norm()
         torch._foreach_mul_([param.grad for param in params], float((0.1 / norm).clamp(max=1)))
+
+
+class Projects(Habit):
+    """Acts on gradients that are orthogonal to their parameter."""
+
+    def first(self, params: list[Tensor]) -> None:
+        for param in params:
+            if (param.grad * param).sum().abs() < 1e-3 * param.grad.norm() * param.norm():
+                param.grad.sub_(param.grad.mean())
+
+
+class Blocks(Habit):
+    """Rounds in blocks, where a size is a multiple of them."""
+
+    def first(self, params: list[Tensor]) -> None:
+        for param in params:
+            if param.numel() and param.numel() % 4096 == 0:
+                blocks = param.grad.view(-1, 2048)
+                scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+                blocks.copy_((blocks / scale).round() * scale)
 
 
 class Random(Habit):
@@ -387,6 +426,8 @@ BUILDING = [
     ),
     Row("Random", build(kind=Random), ValueError, "Random cannot be sharded|random numbers|shard='tensor'"),
     Row("Adafactor cut", build(kind=Adafactor, shard="element"), ValueError, "shard='element'|Adafactor|'tensor'"),
+    *(Row(f"{kind.__name__} cut", build(kind=kind, shard="element"), ValueError, f"shard='element'|{kind.__name__}")
+      for kind in (Projects, Blocks)),
     Row("Wants cut", build(kind=Wants, shard="element"), ValueError, "shard='element' expects|its step wants an arg"),
     # What is wrong with our own arguments.
     *(
@@ -687,6 +728,23 @@ def misshapen(t: Trial, value: Any) -> Any:
 
 
 @operation
+def reordered(t: Trial, names: str) -> None:
+    """What was saved is loaded by name, also where the parameters have another order."""
+    found = []
+    for order in (names, names[::-1]):
+        params = {name: weight(4) for name in order}
+        found.append((zero(t, list(params.items()), momentum=0.9), params))
+    (first, params), (second, others) = found
+    for number, name in enumerate(sorted(names)):
+        params[name].grad = torch.full((4,), 1.0 + number, dtype=torch.float64)
+    first.step()
+    checkpoint.save(t.folder / f"order {names}", first)
+    checkpoint.load(t.folder / f"order {names}", second)
+    for name in names:
+        t._same(f"the state of {name}", second.full_state(others[name]), first.full_state(params[name]))
+
+
+@operation
 def method(t: Trial, name: str, *args: Any, **options: Any) -> Any:
     """A call of the trial's optimizer."""
     return getattr(t.ours.optimizer, name)(*args, **options)
@@ -750,6 +808,7 @@ STATES = trains(
         "('before.weight') of shape (8, 6) differs between ranks [0, 2] and ranks [1]"),
 )  # fmt: skip
 STATES += [
+    *(Row(f"loaded by name: {names}", reordered(names), None, "") for names in ("012", "201", "cab")),
     Row("a gradient that one rank lacked", missing_on_one_rank, RuntimeError,
         "parameter 0|expects state for all of its 31 elements, but the ranks hold"),
     Row("load: a master of another shape", misshapen(torch.ones(299)), EITHER,
@@ -940,6 +999,10 @@ def under_ddp(t: Trial, ddp: Any) -> tuple[Any, Any]:
     return ddp, optimizer
 
 
+def unused_under_ddp(t: Trial, model: nn.Module) -> tuple[Any, Any]:
+    return under_ddp(t, wrap(t, model, find_unused_parameters=True))
+
+
 def turned(t: Trial, **options: Any) -> tuple[Any, Any]:
     """A memory format that changes after the optimizer was built."""
     model = nn.Conv2d(3, 4, 2).double()
@@ -1002,7 +1065,16 @@ def by_the_hook(t: Trial, case: Callable[[Trial, Any], list[Any]]) -> Any:
     backward(t, ddp)
 
 
+def unregistered(hook: Any) -> Callable[[Trial, Any], tuple[Any, Any]]:
+    def connect(t: Trial, model: Any) -> tuple[Any, Any]:
+        ddp, optimizer = wrap(t, model), zero(t, model.named_parameters(), overlap_with_ddp=True)
+        return (ddp, optimizer, hook(allreduce_hook, ddp, optimizer))[:2]
+
+    return connect
+
+
 HOOKED = [
+    *(Row(f"{hook.__name__} that nobody registers", as_plain(unregistered(hook)), None, "") for hook in STEPPING),
     *(
         Row(f"{hook.__name__} {what}", hook_of(hook, make), error, words)
         for hook in STEPPING
@@ -1173,6 +1245,8 @@ STEPS = [
             config=Configuration(mode=mode, optimizer="Tempered", ranks=3))
         for mode in ("default", "sharded", "under DDP")
     ),
+    *trains(Row("a closure that is a number", method("step", 0), TypeError, "not callable"),
+            Row("a closure by name that is a number", method("step", closure=0), TypeError, "not callable")),
     Row("a closure fails on one rank", closure, told(ArithmeticError), "out of luck", after=OVER),
     *(
         Row(f"{call} after ranks failed at different buckets", broken(lambda t: (2, 4, 0)[t.rank],
@@ -1224,6 +1298,23 @@ def without_memory(t: Trial, call: Callable[[Trial], Any], part: float) -> Any:
         call(t)
 
 
+@operation
+def at_first_without_memory(t: Trial, call: str, part: float, **options: Any) -> Any:
+    """The same, in the first such call of an optimizer."""
+
+    def made() -> Any:
+        params = half("bfloat16", "bfloat16", "bfloat16")()
+        optimizer = zero(t, params, Switches, momentum=0.9, shard="element", **options)
+        set_ones(params)
+        return getattr(optimizer, call)
+
+    first, second = made(), made()
+    with NoMemory() as counted:
+        first()
+    with NoMemory(int(part * counted.count) if t.rank == ODD else None):
+        second()
+
+
 SMALL = Configuration(cap=0.0003, shard="element", watch="weights", names=True)
 WITHOUT = told(RuntimeError), "on purpose"
 # At the last operations the others have all they need. Other calls than these leave the others waiting for the
@@ -1245,6 +1336,13 @@ MEMORY = [
         for part in parts
     ),
     *(
+        Row(f"{masters}: no memory at {part} of the first {call}", at_first_without_memory(
+            call, part, master_weights=masters), *WITHOUT, replace(SMALL, ranks=3))
+        for call, masters, part in (("step", torch.float32, 0.2),
+                                    ("step", torch.float32, 0.5), ("step", "stochastic", 0.1),
+                                    ("train", torch.float32, 0.1), ("eval", "remainder", 0.3))
+    ),
+    *(
         Row(f"no memory at {part} of a save", without_memory(lambda t: checkpoint.save(
             t.folder / "m", t.ours.optimizer, t.ours.model), part), *WITHOUT, SMALL)
         for part in (0.0, 0.5, 0.999)
@@ -1261,10 +1359,39 @@ def skipped(t: Trial, place: str) -> Any:
     t.ours.backward(Backward(), t.number, mine(t, Odd(place, "")))
 
 
-PATIENCE = trains(
+def far_behind(sync: bool) -> Callable[..., None]:
+    """At first a rank is later than the others wait in backward. Then another backward, perhaps in no_sync, and a step.
+
+    (What DDP reduces last has what was in no_sync before.)
+    """
+
+    def way(t: Trial, model: Any, optimizer: Any, turn: int) -> None:
+        ours = isinstance(optimizer, ZeroRedundancyOptimizer)
+        optimizer.zero_grad()
+        for number, one in enumerate((True, sync) if ours else (sync, True)):
+            no_sync = (model if hasattr(model, "no_sync") else optimizer).no_sync if not one else contextlib.nullcontext
+            with no_sync():
+                loss = model(batch(0, t.rank, torch.float64)).square().mean()
+                if ours and t.rank == ODD and turn == number == 0:
+                    time.sleep(6)
+                loss.backward()
+        optimizer.step()
+
+    return way
+
+
+BEHIND = replace(PAIR, names=False, mode="sharded")  # a case of its own
+PATIENCE = [
+    Row(f"{name}: a rank is far behind, then {'another backward' if sync else 'no_sync'}",
+        as_plain(connect, far_behind(sync)), None, "", replace(BEHIND, ranks=ranks))
+    for name, sync, ranks, connect in (
+        ("sharded", True, 2, sharded), ("sharded", False, 2, sharded), ("under DDP", False, 2, unused_under_ddp),
+        ("under DDP", True, 3, unused_under_ddp))
+]  # fmt: skip
+PATIENCE += trains(
     *(
         Row(f"{mode}: {place} raises on one rank", skipped(place), Odd(Expected, None), f"raised in {place}",
-            replace(PAIR, mode=mode), changes=28)
+            replace(PAIR, mode=mode, cap=0.0003), changes=28)
         for mode, place in (("sharded", "forward"), ("sharded", "backward"), ("sharded lazy", "backward"),
                             ("under DDP", "forward"))
     ),
@@ -1313,7 +1440,6 @@ ABSENT = [
             f"rank {ODD} waits in step|('after.bias')|from True to False")),
 ]  # fmt: skip
 ABSENT = [replace(row, config=WAITING, after=OVER, waits=True) for row in ABSENT]
-
 # --- meshes, DTensors ---------------------------------------------------------------------------------------------
 
 MESH = Configuration(group="mesh replicated", ranks=4, names=True)
@@ -1466,8 +1592,21 @@ def saved(t: Trial, model: bool = True) -> Path:
 
 @operation
 def load_into(t: Trial, make: Callable[[Trial], Any], call: Any = checkpoint.load) -> None:
-    """Load a good checkpoint into another optimizer (and model)."""
-    call(saved(t), *make(t))
+    """Load a good checkpoint into another optimizer (and model). If that fails nothing is changed."""
+    made = make(t)
+    models = [one for one in made if isinstance(one, nn.Module) and not next(one.parameters()).is_meta]
+    before = copy.deepcopy([one.state_dict() for one in models])
+    try:
+        call(saved(t), *made)
+    finally:
+        assert not (found := difference([one.state_dict() for one in models], before, None)), f"the model{found}"
+
+
+def stiff() -> nn.Module:
+    """A layer whose memory cannot be written to: its elements share it."""
+    layer = nn.Linear(6, 6).double()
+    layer.bias.data = torch.zeros(1, dtype=torch.float64).expand(6)
+    return layer
 
 
 def another(t: Trial, kind: Any = AdamW, names: bool = True, together: bool = False, **parts: Any) -> tuple[Any, Any]:
@@ -1515,6 +1654,22 @@ def savers_at_once(t: Trial, via: str) -> None:
     dist.all_gather_object(both, found[1], group=t.ranks)
     if any(both):
         raise RuntimeError(next(filter(None, both)))
+
+
+def beside_a_slow_save(t: Trial) -> None:
+    """The disk of one rank is slow. What ranks compare meanwhile does not wait for it."""
+    real, model = os.fsync, net()
+    optimizer = zero(t, model.named_parameters())
+    os.fsync = lambda file: time.sleep(3 if t.rank == ODD else 0) or real(file)
+    try:
+        handle = checkpoint.save(t.folder / "slow", optimizer, model, asynchronous=True)
+        model.after.bias.requires_grad_(False)
+        started = time.monotonic()
+        iterate(t, model, optimizer)
+        assert time.monotonic() - started < 2.5, "a step has waited for the save"
+        handle.wait()
+    finally:
+        os.fsync = real
 
 
 def to_file(t: Trial) -> None:
@@ -1569,6 +1724,7 @@ CHECKPOINTS += [
          "parameter group 0 expects options that were saved together|strict=False"),
         ("positions", lambda t: another(t, names=False)[:1], ValueError,
          "has parameter names|has positions|Pass model=..."),
+        ("memory that cannot be written to", lambda t: another(t, late=stiff()), RuntimeError, "memory"),
         ("a model of somebody else", lambda t: (another(t, names=False)[0], net()), ValueError,
          "model expects to have all parameters of the optimizer"),
     )),
@@ -1578,6 +1734,9 @@ CHECKPOINTS += [
         ("of other shapes", lambda t: [another(t, after=nn.Linear(8, 7).double())[1]], ValueError,
          "after.weight of the model|strict=False"),
     )),
+    Row("save under a long name", lambda t: checkpoint.load(checkpoint.save(t.folder / ("long" * 57),
+        t.ours.optimizer).directory, t.ours.optimizer), None, ""),
+    Row("a step beside a slow save", beside_a_slow_save, None, ""),
     Row("load_model where there is none", lambda t: checkpoint.load_model(saved(t, model=False), net()), ValueError,
         "expects a checkpoint with a model|has none. Save with model="),
     Row("load_sharded_state_dict of more", lambda t: t.ours.optimizer.load_sharded_state_dict(
@@ -1675,7 +1834,25 @@ def counted_twice(t: Trial) -> None:
         pass
 
 
+def large(t: Trial) -> None:
+    """A step of many elements; then replicas that differ in one of them."""
+    param = weight(2**22 + 3, dtype=torch.bfloat16)
+    optimizer = zero(t, [param], master_weights=torch.float32)
+    set_ones([param])
+    optimizer.step()
+    t._same("the parameter", param.detach(), torch.full_like(param, 0.9).detach())
+    for place in (2**10, 2**18, 2**22, -1):
+        optimizer.check_replicas()
+        with torch.no_grad():
+            param[place] += 1 if t.rank == ODD else 0
+            found, text = outcome(optimizer.check_replicas)
+            param[place] = 0.9
+        assert found is not None, f"element {place} differs, and nobody has noticed"
+    raise found(text)
+
+
 OTHERS = [
+    Row("a large parameter that differs in one element", large, RuntimeError, "differs between"),
     Row("a sparse gradient, default mode", stepped(lambda: [weight(), weight(40, 3)], sparse_grad, shard="element"),
         RuntimeError, "step expects dense gradients"),
     Row("a sparse gradient of masters", stepped(half("bfloat16", "bfloat16"), sparse_grad, master_weights=torch.float32,
@@ -1724,7 +1901,63 @@ OTHERS += [
         replace(SHARDED, ranks=3), OVER),
 ]  # fmt: skip
 
+
+@operation
+def fails_in_backward(t: Trial, inner: Any) -> None:
+    """The second bucket's step, while the first one's is under way. Parameters can be read afterwards."""
+    model = net().to(t.config.device)
+    ddp, optimizer = wrap(t, model), zero(t, model.parameters(), Breaks, overlap_with_ddp=True, bucket_cap_mb=0.0005)
+    ddp.register_comm_hook(t.ranks, shardstep.hook_with_zero_step_interleaved(inner, ddp, optimizer))
+    for _ in range(3):
+        backward(t, ddp)
+    Breaks.calls_left = 2
+    found, text = outcome(lambda: backward(t, ddp))
+    Breaks.calls_left = 0
+    assert all(param.isfinite().all() for param in model.cpu().parameters())
+    raise found(text)
+
+
+class Recomputed(nn.Module):
+    """A layer that is used several times, and in backward inside of another backward."""
+
+    def __init__(self, again: bool = True) -> None:
+        super().__init__()
+        generator, self.again = torch.Generator().manual_seed(3), again
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)).double()
+        for param in self.parameters():
+            param.data = torch.randn(param.shape, generator=generator, dtype=torch.float64) / 3
+
+    def forward(self, value: Tensor) -> Tensor:
+        for layer in self.layers:
+            call = nn.Sequential(layer, nn.Tanh(), self.layers[3], nn.Tanh())
+            value = recompute(call, value.requires_grad_(), use_reentrant=True) if self.again else call(value)
+        return value
+
+
 ON_DEVICE = [
+    *(
+        Row(
+            f"on a device, a step fails in backward, {inner.__name__}",
+            fails_in_backward(inner),
+            (RuntimeError, ArithmeticError),
+            "broken on purpose",
+            replace(PAIR, device="sim"),
+            OVER,
+        )
+        for inner in (allreduce_hook, shardstep.reduce_scatter_hook)
+    ),
+    *(
+        Row(
+            f"{device}: a shared layer is recomputed",
+            as_plain(sharded, make=Recomputed, expected=lambda: Recomputed(False)),
+            None,
+            "",
+            replace(PAIR, device=device),
+        )
+        for device in ("cpu", "sim")
+    ),
+]
+ON_DEVICE += [
     Row(
         f"on a device, a parameter without gradient, {len(skips)} backwards",
         unused(*skips),

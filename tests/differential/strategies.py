@@ -35,6 +35,7 @@ from tests.differential.programs import (
     Schedule,
     SetLr,
     Step,
+    Swap,
     Switch,
     Uneven,
     Unfreeze,
@@ -90,7 +91,9 @@ def iterations(draw: Any, config: Configuration) -> Phrase:
         if not config.steps_in_backward and draw(st.integers(0, 7)) == 7:
             ops.append(DropGradient(draw(st.integers(0, 11))))
         if draw(st.integers(0, 7)) < 7:  # a step is left out now and then: gradients go on adding up
-            ops.append(Step(factor=draw(st.sampled_from((None, 0.5)))) if config.optimizer == "Tempered" else Step())
+            late = draw(st.sampled_from((None, None, None, 0, config.ranks - 1)))
+            factor = draw(st.sampled_from((None, 0.5))) if config.optimizer == "Tempered" else None
+            ops.append(Step(factor=factor, late=late))
     return (*ops, *draw(_scheduling()))
 
 
@@ -134,7 +137,7 @@ def changes(config: Configuration) -> dict[str, Any]:
         "Resume": resumes(config),
         "Raise": _phrase(st.just(Raise())),
         "CopyModel": _phrase(st.just(CopyModel())),
-        "Move": _phrase(st.just(Move())),
+        "Move": st.sampled_from(((Move(),), (ZeroGrad(), Backward(), Move(cleared=True)))),
         "Rebuild": _phrase(st.just(Rebuild())),
         "Loop": _phrase(loops(config)),
         "Save": st.builds(
@@ -152,6 +155,7 @@ def changes(config: Configuration) -> dict[str, Any]:
         found["Raise on one rank"] = _phrase(st.builds(Raise, place=st.just("forward"), rank=rank))
     if config.may_edit:
         found["Edit"] = _phrase(st.builds(Edit, index=index))
+        found["Swap"] = _phrase(st.just(Swap()))
         found["LoadModel"] = _phrase(st.just(LoadModel()))
     if not config.sixteen:
         found["Plain"] = _phrase(st.builds(Plain, back=st.booleans()))

@@ -8,6 +8,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -52,6 +53,7 @@ from tests.differential.programs import (
     Schedule,
     SetLr,
     Step,
+    Swap,
     Switch,
     Uneven,
     Unfreeze,
@@ -183,6 +185,7 @@ class Trial:
             Unscale: config.may_scale,
             ScalerStep: config.may_scale,
             Edit: config.may_edit,
+            Swap: config.may_edit,
             LoadModel: config.may_edit,
             Rewrap: config.uses_ddp,
             Uneven: config.may_join and (self.stepped or config.built == "last"),
@@ -248,7 +251,11 @@ class Trial:
         if not op.closure:
             if not self.config.steps_in_backward:
                 self.plain.step(**arguments)
+            if op.late == self.rank:
+                time.sleep(0.05)
             self.ours.step(**arguments)
+            if op.late is not None and self.config.device == "cpu":  # (the device knows no order of host threads)
+                self._read_in_threads()
         else:
             losses = [side.step(closure=self._closure(side), **arguments) for side in self.sides]
             self._same("the loss", losses[1], losses[0])
@@ -260,6 +267,13 @@ class Trial:
         self.ours.optimizer.check_replicas()
         if self.config.watch == "all":
             self._compare_state(self.number % len(self.ours.params()))
+
+    def _read_in_threads(self) -> None:
+        """At the same time, in the same order: whoever comes first must not make the others take what was before."""
+        with ThreadPoolExecutor(3) as threads:
+            found = list(threads.map(lambda _: [param * 1 for _, param in self.ours.params()], range(3)))
+        for params in found:
+            self._same("what a thread reads", params, [param * 1 for _, param in self.plain.params()])
 
     def _loop(self, op: Loop) -> None:
         if op.clip or True in op.before:
@@ -328,10 +342,11 @@ class Trial:
         self.synced, self.unsynced = 0, False
 
     def _move(self, op: Move) -> None:
-        for side in self.sides:
+        cleared = op.cleared and self.config.device != "cpu"
+        for side in self.sides[: 1 if cleared else 2]:
             side.zero_grad()
         self.plain.rewrap()
-        self.ours.relocate()
+        self.ours.relocate(cleared)
         self.synced, self.unsynced = 0, False
 
     def _addgroup(self, op: AddGroup) -> None:
@@ -347,6 +362,17 @@ class Trial:
         for side in self.sides:
             named = side.params()
             named[op.index % len(named)][1].mul_(op.factor)
+
+    @torch.no_grad()
+    def _swap(self, op: Swap) -> None:
+        kept = [(param, param.clone()) for _, param in self.ours.params()]
+        for param, _ in kept:
+            param.mul_(op.factor)
+        for param, _ in kept:
+            self.ours.optimizer.full_state(param)
+        self.ours.optimizer.consolidate_state_dict()
+        for param, before in kept:
+            param.copy_(before)
 
     def _loadmodel(self, op: LoadModel) -> None:
         for side in self.sides:
@@ -608,6 +634,9 @@ class Trial:
         self._consolidate(Consolidate())
         if self.stepped:
             self._compare_memory()
+        for bucket in self.ours.optimizer.layout.buckets:  # so that ranks own parameters in their own order
+            if bucket.cuts is not None and list(bucket.params) != sorted(bucket.params):
+                raise Mismatch(f"a bucket that is cut has the parameters {bucket.params}")
         if self.config.mode == "views":  # as torch allocates: other kernels would have other bits
             for name, param in self.ours.params():
                 if param.numel() and param.data_ptr() % 64:
