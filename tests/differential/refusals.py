@@ -1935,39 +1935,16 @@ class Recomputed(nn.Module):
 
 
 ON_DEVICE = [
-    *(
-        Row(
-            f"on a device, a step fails in backward, {inner.__name__}",
-            fails_in_backward(inner),
-            (RuntimeError, ArithmeticError),
-            "broken on purpose",
-            replace(PAIR, device="sim"),
-            OVER,
-        )
-        for inner in (allreduce_hook, shardstep.reduce_scatter_hook)
-    ),
-    *(
-        Row(
-            f"{device}: a shared layer is recomputed",
-            as_plain(sharded, make=Recomputed, expected=lambda: Recomputed(False)),
-            None,
-            "",
-            replace(PAIR, device=device),
-        )
-        for device in ("cpu", "sim")
-    ),
-]
-ON_DEVICE += [
-    Row(
-        f"on a device, a parameter without gradient, {len(skips)} backwards",
-        unused(*skips),
-        RuntimeError,
-        "shard_gradients expects a gradient for every parameter that requires one|find_unused_parameters=True",
-        Configuration(mode="sharded", names=True, device="sim", ranks=3),
-        OVER,
-    )
-    for skips in (((1,),), ((), (1,)), ((), (), (0,)))
-]
+    *(Row(f"on a device, a parameter without gradient, {len(skips)} backwards", unused(*skips), RuntimeError,
+          "shard_gradients expects a gradient for every parameter that requires one|find_unused_parameters=True",
+          Configuration(mode="sharded", names=True, device="sim", ranks=3), OVER)
+      for skips in (((1,),), ((), (1,)), ((), (), (0,)))),
+    *(Row(f"on a device, a step fails in backward, {inner.__name__}", fails_in_backward(inner), ArithmeticError,
+          "broken on purpose", replace(PAIR, device="sim"), OVER)
+      for inner in (allreduce_hook, shardstep.reduce_scatter_hook)),
+    *(Row(f"{device}: a shared layer is recomputed", as_plain(sharded, make=Recomputed,
+          expected=lambda: Recomputed(False)), None, "", replace(PAIR, device=device)) for device in ("cpu", "sim")),
+]  # fmt: skip
 
 
 # --- without a process group, in a process of its own ---------------------------------------------------------------
