@@ -21,7 +21,8 @@ def programs(draw: Any, config: Configuration, turn: int = 0) -> p.Program:
     draws some of them hardly ever.
     """
     kinds = changes(config)
-    few = [kind for name, kind in kinds.items() if name in ("RaiseInStep", "Switch")]  # of few configurations
+    own = ("RaiseInStep", "Switch", "Swap") if config.sixteen else ("RaiseInStep", "Switch")  # of few configurations
+    few = [kind for name, kind in kinds.items() if name in own]
     rare = [kind for name, kind in kinds.items() if name.startswith("Raise ")]  # also of few, and it needs several
     others = list(kinds.values())
     chosen = [others[turn % len(others)], others[(turn // 2 + 5) % len(others)], kinds["Loop"], *few]
