@@ -1293,24 +1293,6 @@ def at_first_without_memory(t: Trial, call: str, part: float, **options: Any) ->
         second()
 
 
-@operation
-def built_without_memory(t: Trial, part: float) -> Any:
-    """The same, while an optimizer is built. No file of shared memory is left behind (others' come and go)."""
-    before, build = set(os.listdir("/dev/shm")), lambda: ZeroRedundancyOptimizer(few(), SGD, t.brief, lr=0.1)
-    build()  # (which tries out the class)
-    with NoMemory() as counted:
-        build()
-    try:
-        with NoMemory(int(part * counted.count) if t.rank == ODD else None):
-            build()
-    finally:
-        left, end = set(os.listdir("/dev/shm")) - before, time.monotonic() + 2 * BRIEF
-        while left and time.monotonic() < end:  # (who made it waits for the others first)
-            time.sleep(0.1)
-            left &= set(os.listdir("/dev/shm"))
-        assert not left, f"left behind: {left}"
-
-
 SMALL = Configuration(cap=0.0003, shard="element", watch="weights", names=True)
 WITHOUT = told(RuntimeError), "on purpose"
 # At the last operations the others have all they need. Other calls than these leave the others waiting for the
@@ -1382,10 +1364,9 @@ PATIENCE = [
 ]  # fmt: skip
 PATIENCE += trains(
     *(Row(f"{mode}: {place} raises on one rank", skipped(place), Odd(Expected, None), f"raised in {place}",
-            replace(PAIR, mode=mode, cap=0.0003), changes=28)
-        for mode, place in (("sharded", "forward"), ("sharded", "backward"), ("sharded lazy", "backward"),
-                            ("under DDP", "forward"))
-    ),
+          replace(PAIR, mode=mode, cap=0.0003), changes=28)
+      for mode, place in (("sharded", "forward"), ("sharded", "backward"), ("sharded lazy", "backward"),
+                          ("under DDP", "forward"))),
 )  # fmt: skip
 
 # --- a rank that does not come ------------------------------------------------------------------------------------
@@ -1430,10 +1411,6 @@ ABSENT = [
         Odd(f"step, after a change of requires_grad|{NOT_HERE}|('after.bias')",
             f"rank {ODD} waits in step|('after.bias')|from True to False")),
 ]  # fmt: skip
-ABSENT += [
-    Row(f"no memory at {part} of building", built_without_memory(part), RuntimeError, Odd("on purpose", ""))
-    for part in (0.4, 0.99)
-]
 ABSENT = [replace(row, config=WAITING, after=OVER, waits=True) for row in ABSENT]
 # --- meshes, DTensors ---------------------------------------------------------------------------------------------
 
@@ -1673,6 +1650,7 @@ def beside_a_slow_save(t: Trial) -> None:
         os.utime(path, (0, 0))
     dist.barrier(t.ranks)
     checkpoint.save(folder / "b", optimizer, model, keep=2)
+    dist.barrier(t.ranks)
     assert hidden, "nothing was hidden"
     assert not (left := [*folder.glob(".*")]), f"left behind: {left}"
 
