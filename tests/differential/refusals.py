@@ -1836,8 +1836,7 @@ def large(t: Trial) -> None:
     set_ones([param])
     optimizer.step()
     t._same("the parameter", param.detach(), torch.full_like(param, 0.9).detach())
-    for place in (2**10, 2**18, 2**22, -1):
-        optimizer.check_replicas()
+    for place in (-1, 2**22):
         with torch.no_grad():
             param[place] += 1 if t.rank == ODD else 0
             found, text = outcome(optimizer.check_replicas)
