@@ -127,11 +127,7 @@ class Peculiar(Handmade):
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1}, {"lr": 0.01, "betas": (0.8, 0.9)}),
     # (With foreach, the default on accelerators, Nesterov's momentum is added to the gradients of the pieces in place.)
-    "SGD": (
-        torch.optim.SGD,
-        {"lr": 0.05, "momentum": 0.9, "nesterov": True, "foreach": False},
-        {"weight_decay": 0.05},
-    ),
+    "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "foreach": False}, {"weight_decay": 0.05}),
     "Adam": (torch.optim.Adam, {"lr": torch.tensor(0.02), "foreach": False, "amsgrad": True}, {}),
     "fused": (torch.optim.AdamW, {"lr": 0.02, "fused": True}, {"weight_decay": 0.0}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.05, "initial_accumulator_value": 0.1}, {"lr": 0.03}),
@@ -257,11 +253,8 @@ class Configuration:
     def may_join(self) -> bool:
         """A mesh of some of the processes does not go with DDP in Join; a schedule-free step is no plain one."""
         mesh = self.mesh is not None and self.uses_ddp and self.ranks < 4
-        steps = self.optimizer not in (
-            "ScheduleFree",
-            "Peculiar",
-        )  # (what a step of a rank without inputs writes into a
-        # group is lost with the next one: known, and wrong until issue 28, see docs/log.md)
+        # (What a step of a rank without inputs writes into a group is lost with the next one: until issue 28.)
+        steps = self.optimizer not in ("ScheduleFree", "Peculiar")
         return self.ranks > 1 and not mesh and not self.static_graph and steps
 
     @property
@@ -323,8 +316,8 @@ SIMULATED: dict[str, tuple[Any, ...]] = {
     "precision": ("float64", "bfloat16 float32", "bfloat16 remainder"),
     "model": ("plain", "odd", "two dtypes", "streams", "two devices"),  # (the device has no convolutions)
     "memory_format": ("contiguous",),
-    "ranks": (2, 3, 1),
-    "group": ("first", "last", "mesh"),
+    "ranks": (2, 3, 1, 4),
+    "group": ("first", "last", "mesh", "mesh replicated"),
     "transport": ("shared memory",),
     "device": ("sim",),
 }
@@ -349,19 +342,13 @@ def invalid(c: Configuration) -> str:
             c.optimizer == "fused" and (c.model == "odd" or c.memory_format != "contiguous"),
             "torch's fused kernels take a gradient to lie in memory as its parameter does",
         ),
-        (
-            c.optimizer == "ScheduleFree" and c.built == "first" and c.memory_format != "contiguous",
-            "train() undoes the format after DDP was built, which DDP does not notice",
-        ),
+        (c.optimizer == "ScheduleFree" and c.built == "first" and c.memory_format != "contiguous", "train() undoes it"),
         (c.memory_format != "contiguous" and c.model != "conv", "no parameter has four dimensions"),
         (c.memory_format != "contiguous" and c.mode == "views", "refused, or made contiguous"),
         (c.memory_format != "contiguous" and c.built == "first" and c.mode in (*HOOKS, *REDUCING), "refused"),
         (sixteen and c.masters is None, "small updates are lost: nothing to compare with"),
         (sixteen and c.model == "two dtypes", "one dtype is 16 bits already"),
-        (
-            sixteen and c.optimizer in ("fused", "Tempered", "ScheduleFree", "Peculiar"),
-            "not what the copies by hand do",
-        ),
+        (sixteen and c.optimizer in ("fused", "Tempered", "ScheduleFree", "Peculiar"), "not what copies by hand do"),
         (sixteen and c.reduces and (c.ranks > 2 or c.mesh), "sums of 16 bits in another order are other numbers"),
         (sixteen and c.device != "cpu" and c.ranks > 2, "the device adds rank by rank, the reference does not"),
         (sixteen and c.reducing == "float32", "the reference reduces in 16 bits"),

@@ -93,7 +93,7 @@ class Watched(Sharded):
         """An iteration: what a graph would take of it is in ``captured``."""
         self.fetched[number] = self.fetch(number)
         parts = self.parts(op, number)
-        first = "step" if self.config.mode in OWN_STEP else "backward"
+        first = "step" if self.config.mode in OWN_STEP else "zero_grad"
         at = next(position for position, (name, _) in enumerate(parts) if name == first)
         for _, call in parts[:at]:
             call()

@@ -23,18 +23,9 @@ from tests.differential import entered, trial
 from tests.differential.configurations import Configuration
 
 forkserver.preload(
-    (
-        "tests.differential.entered",
-        "torch",
-        "torch.distributed",
-        "torch._dynamo",
-        "torch.distributed.checkpoint",
-        "torch.distributed.checkpoint.state_dict",
-        "shardstep",
-        "shardstep.checkpoint",
-        "tests.differential.pool",
-    )
-)
+    ("tests.differential.entered", "torch", "torch.distributed", "torch._dynamo", "torch.distributed.checkpoint",
+     "torch.distributed.checkpoint.state_dict", "shardstep", "shardstep.checkpoint", "tests.differential.pool")
+)  # fmt: skip
 SIZE = 4
 CASES = 25  # after which the processes are started anew: side groups of deleted optimizers stay open (issue 26)
 STARTING = 240.0  # on a busy machine

@@ -8,10 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from typing_extensions import dataclass_transform
 
-@dataclass(frozen=True)
+
+@dataclass_transform(frozen_default=True)
 class Operation:
     """Prints as a call that builds it again, without what is left at its default."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True, repr=False)(cls)
 
     def __repr__(self) -> str:
         fields = self.__dataclass_fields__.values()
@@ -22,7 +27,6 @@ class Operation:
         return getattr(self, field.name) != field.default
 
 
-@dataclass(frozen=True, repr=False)
 class Backward(Operation):
     """Forward and backward of the next batch.
 
@@ -40,7 +44,6 @@ class Backward(Operation):
     late: int | None = None
 
 
-@dataclass(frozen=True, repr=False)
 class Clip(Operation):
     """``how`` is "torch" (``torch.nn.utils.clip_grad_norm_``), "ours" (the optimizer's), or "value"."""
 
@@ -49,32 +52,31 @@ class Clip(Operation):
     how: Literal["torch", "ours", "value"] = "torch"
 
 
-@dataclass(frozen=True, repr=False)
 class DropGradient(Operation):
     """``param.grad = None``, on every rank: the next step leaves this parameter alone."""
 
     index: int = 0
 
 
-@dataclass(frozen=True, repr=False)
 class Unscale(Operation):
     pass
 
 
-@dataclass(frozen=True, repr=False)
 class ScalerStep(Operation):
     """``scaler.step(optimizer)`` and ``scaler.update()``."""
 
 
-@dataclass(frozen=True, repr=False)
 class Step(Operation):
-    """``closure`` runs zero_grad, forward and backward; ``factor`` is an argument of the optimizer's own step."""
+    """``closure`` runs zero_grad, forward and backward; ``factor`` is an argument of the optimizer's own step.
+
+    ``late``: that rank comes late, and on every rank threads read the parameters afterwards.
+    """
 
     closure: bool = False
     factor: float | None = None
+    late: int | None = None
 
 
-@dataclass(frozen=True, repr=False)
 class Loop(Operation):
     """``count`` whole iterations. Nothing in between looks at anything, so nobody waits who need not."""
 
@@ -85,81 +87,78 @@ class Loop(Operation):
     late: int | None = None  # the rank that is late in every other backward
 
 
-@dataclass(frozen=True, repr=False)
 class ZeroGrad(Operation):
     set_to_none: bool = True
     by: Literal["optimizer", "model"] = "optimizer"
 
 
-@dataclass(frozen=True, repr=False)
 class Schedule(Operation):
     pass
 
 
-@dataclass(frozen=True, repr=False)
 class SetLr(Operation):
     group: int = 0
     factor: float = 0.5
 
 
-@dataclass(frozen=True, repr=False)
 class Freeze(Operation):
     """``requires_grad_(False)``, and DDP is built anew, as the guide asks for."""
 
     index: int = 0
 
 
-@dataclass(frozen=True, repr=False)
 class Unfreeze(Operation):
     """All that is frozen; DDP is built anew."""
 
 
-@dataclass(frozen=True, repr=False)
 class Rewrap(Operation):
     """DDP is built anew around the same model, with buckets of another size, and so is its hook."""
 
     ddp_cap: float | None = None  # MiB
 
 
-@dataclass(frozen=True, repr=False)
 class Rebuild(Operation):
     """A new optimizer over the same model takes over from the old one, whose gradients nobody has waited for."""
 
 
-@dataclass(frozen=True, repr=False)
 class Move(Operation):
-    """The parameters get other memory, as ``model.to(device)`` does it; on a device: to the CPU and back."""
+    """The parameters get other memory, as ``model.to(device)`` does it; on a device: to the CPU and back.
+
+    ``cleared``: gradients are there, and are cleared in between.
+    """
+
+    cleared: bool = False
 
 
-@dataclass(frozen=True, repr=False)
 class AddGroup(Operation):
     """The layer that the optimizer did not have until now."""
 
 
-@dataclass(frozen=True, repr=False)
 class Edit(Operation):
     index: int = 0
     factor: float = 2.0
 
 
-@dataclass(frozen=True, repr=False)
+class Swap(Operation):
+    """Other weights for a moment, as an average of them is evaluated or saved; state is read meanwhile."""
+
+    factor: float = 1.5
+
+
 class LoadModel(Operation):
     """``load_state_dict`` of the model, with other values."""
 
 
-@dataclass(frozen=True, repr=False)
 class Consolidate(Operation):
     to: int = 0
 
 
-@dataclass(frozen=True, repr=False)
 class Exchange(Operation):
     """Each side loads the state dict of the other: ours consolidates, the plain optimizer loads it, and back."""
 
     to: int = 0
 
 
-@dataclass(frozen=True, repr=False)
 class Resume(Operation):
     """Save, throw everything away, build it on other ``ranks``, in another ``mode``, ... (None: as it was), load."""
 
@@ -171,14 +170,12 @@ class Resume(Operation):
     masters: str | None = None
 
 
-@dataclass(frozen=True, repr=False)
 class Plain(Operation):
     """A checkpoint of ours is loaded into a plain optimizer and model of one process; ``back``: and one of theirs."""
 
     back: bool = False
 
 
-@dataclass(frozen=True, repr=False)
 class Save(Operation):
     """A checkpoint of this moment, which ``Restore`` goes back to; ``asynchronous`` trains on while it is written.
 
@@ -189,17 +186,14 @@ class Save(Operation):
     beside: bool = False
 
 
-@dataclass(frozen=True, repr=False)
 class Restore(Operation):
     """Load the last ``Save`` into the optimizer and the model as they are now."""
 
 
-@dataclass(frozen=True, repr=False)
 class CopyModel(Operation):
     """Copy the model, and pickle it: an optimizer leaves nothing on it that cannot be."""
 
 
-@dataclass(frozen=True, repr=False)
 class Raise(Operation):
     """An exception in forward or backward, on ``rank`` or (None) on all; the batch is skipped with zero_grad."""
 
@@ -207,14 +201,12 @@ class Raise(Operation):
     rank: int | None = None
 
 
-@dataclass(frozen=True, repr=False)
 class RaiseInStep(Operation):
     """The optimizer's own step raises on every rank, before or after it has changed anything; then another is made."""
 
     when: Literal["before", "after"] = "before"
 
 
-@dataclass(frozen=True, repr=False)
 class Uneven(Operation):
     """Epochs in a Join context, which is entered for each: rank r has ``batches[r % len(batches)]`` batches."""
 
@@ -224,19 +216,17 @@ class Uneven(Operation):
     closure: bool = False  # for the steps
 
 
-@dataclass(frozen=True, repr=False)
 class Switch(Operation):
     """``eval()`` and ``train()`` of a schedule-free optimizer."""
 
 
-@dataclass(frozen=True, repr=False)
 class Look(Operation):
     """Compare everything that can be asked for: gradients, state, groups, memory, replicas."""
 
 
 OPERATIONS = (
     Backward, Clip, DropGradient, Unscale, ScalerStep, Step, Loop, ZeroGrad, Schedule, SetLr, Freeze, Unfreeze, Rewrap,
-    Rebuild, Move, AddGroup, Edit, LoadModel, Consolidate, Exchange, Resume, Plain, Save, Restore, CopyModel,
+    Rebuild, Move, AddGroup, Edit, Swap, LoadModel, Consolidate, Exchange, Resume, Plain, Save, Restore, CopyModel,
     Raise, RaiseInStep, Uneven, Switch, Look,
 )  # fmt: skip
 Program = tuple[Operation, ...]

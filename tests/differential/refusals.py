@@ -27,12 +27,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.algorithms.join import Join
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import LBFGS, SGD, Adafactor, Adam, AdamW
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint as recompute
 
 import shardstep
 from shardstep import ZeroRedundancyOptimizer, checkpoint
@@ -40,7 +42,7 @@ from tests.differential import leftovers
 from tests.differential.configurations import Configuration, Fails
 from tests.differential.models import Expected, Net, batch
 from tests.differential.programs import AddGroup, Backward, Program, Step, ZeroGrad
-from tests.differential.trial import Trial
+from tests.differential.trial import Trial, difference
 
 ODD = 1  # the rank that does something else than the others, where one does
 SOON = 15.0  # seconds: below the time-out of any process group, and enough for a machine that is busy
@@ -216,13 +218,31 @@ def zero(t: Trial, params: Any, kind: Any = SGD, **options: Any) -> ZeroRedundan
 
 
 def backward(t: Trial, model: nn.Module) -> None:
-    model(batch(0, t.rank, torch.float64)).square().mean().backward()
+    place = next(model.parameters()).device
+    model(batch(0, t.rank, torch.float64).to(place)).square().mean().backward()
 
 
 def iterate(t: Trial, model: nn.Module, optimizer: Any) -> None:
     optimizer.zero_grad()
     backward(t, model)
     optimizer.step()
+
+
+@operation
+def as_plain(t: Trial, connect: Any, way: Any = iterate, make: Any = net, expected: Any = net) -> Any:
+    """``connect`` wraps a model and builds its optimizer. It ends where DDP with the plain optimizer does."""
+    model, other = make().to(t.config.device), expected()
+    connected = connect(t, model)
+    both = connected, (wrap(t, other, find_unused_parameters=True), SGD(other.parameters(), lr=0.1))
+    for turn in range(3):
+        for wrapped, optimizer in both:
+            way(t, wrapped, optimizer, *(() if way is iterate else (turn,)))
+    t.exact = False
+    t._same("the model", model.state_dict(), other.state_dict())
+
+
+def sharded(t: Trial, model: nn.Module) -> tuple[Any, Any]:
+    return model, zero(t, model.named_parameters(), shard_gradients=True, bucket_cap_mb=0.0005)
 
 
 def set_ones(params: Iterable[nn.Parameter]) -> None:
@@ -276,6 +296,26 @@ class Couples(Habit):
     def first(self, params: list[Tensor]) -> None:
         norm = torch.stack([param.grad.norm() for param in params]).norm()
         torch._foreach_mul_([param.grad for param in params], float((0.1 / norm).clamp(max=1)))
+
+
+class Projects(Habit):
+    """Acts on gradients that are orthogonal to their parameter."""
+
+    def first(self, params: list[Tensor]) -> None:
+        for param in params:
+            if (param.grad * param).sum().abs() < 1e-3 * param.grad.norm() * param.norm():
+                param.grad.sub_(param.grad.mean())
+
+
+class Blocks(Habit):
+    """Rounds in blocks, where a size is a multiple of them."""
+
+    def first(self, params: list[Tensor]) -> None:
+        for param in params:
+            if param.numel() and param.numel() % 4096 == 0:
+                blocks = param.grad.view(-1, 2048)
+                scale = blocks.abs().amax(1, keepdim=True).clamp(min=1e-12) / 127
+                blocks.copy_((blocks / scale).round() * scale)
 
 
 class Random(Habit):
@@ -336,8 +376,7 @@ def shared() -> list[nn.Parameter]:
 DENSE = "only supports using the same dense type"
 BUILDING = [
     # What is wrong with params: as torch.optim says it, where torch.optim does.
-    *(
-        Row(f"params: {what}", build(params, Adam), error, words)
+    *(Row(f"params: {what}", build(params, Adam), error, words)
         for what, params, error, words in (
             ("a tensor", weight, TypeError, "params|torch.DoubleTensor|[tensor]"),
             ("a plain tensor", lambda: torch.ones(2), TypeError, "params|torch.FloatTensor"),
@@ -363,8 +402,7 @@ BUILDING = [
             ("named and unnamed groups", lambda: [{"params": few()}, {"params": [weight()]}], ValueError, "names"),
             ("twice in two groups", lambda: [{"params": one} for one in [weight()] * 2], ValueError, "more than one"),
             ("over the same memory", shared, ValueError, "share memory|0 and 1|one Parameter in both"),
-        )
-    ),
+        )),
     # What is wrong with the class.
     Row("a required option is missing", build(kind=NeedsLr), TypeError, "lr"),
     Row("an unknown option", build(no_such_option=1), TypeError, "no_such_option"),
@@ -374,8 +412,7 @@ BUILDING = [
     Row("an instance", lambda t: build(kind=SGD([weight()]))(t), TypeError, "optimizer_class|torch.optim"),
     Row("a factory of something else", build(kind=lambda params: 3), ValueError, "optimizer_class|int"),
     Row("LBFGS", build(kind=LBFGS), ValueError, "LBFGS cannot be sharded"),
-    *(
-        Row(f"{kind.__name__}, {shard}", build(kind=kind, shard=shard), ValueError, f"{kind.__name__}|{words}")
+    *(Row(f"{kind.__name__}, {shard}", build(kind=kind, shard=shard), ValueError, f"{kind.__name__}|{words}")
         for kind, words in (
             (Talks, "sends something"),
             (HasInner, "AdamW of its own inside (.base_optimizer)"),
@@ -387,10 +424,11 @@ BUILDING = [
     ),
     Row("Random", build(kind=Random), ValueError, "Random cannot be sharded|random numbers|shard='tensor'"),
     Row("Adafactor cut", build(kind=Adafactor, shard="element"), ValueError, "shard='element'|Adafactor|'tensor'"),
+    *(Row(f"{kind.__name__} cut", build(kind=kind, shard="element"), ValueError, f"shard='element'|{kind.__name__}")
+      for kind in (Projects, Blocks)),
     Row("Wants cut", build(kind=Wants, shard="element"), ValueError, "shard='element' expects|its step wants an arg"),
     # What is wrong with our own arguments.
-    *(
-        Row(f"{name}={value!r}", build(**{name: value}), ValueError, f"{name}|{words}")
+    *(Row(f"{name}={value!r}", build(**{name: value}), ValueError, f"{name}|{words}")
         for name, value, words in (
             ("shard", "rows", "'rows'|auto"),
             ("shard", None, "None|auto"),
@@ -406,10 +444,8 @@ BUILDING = [
             ("find_unused_parameters", True, "shard_gradients=True"),
             ("broadcast_parameters", False, "shard_gradients=True"),
             ("rounding_seed", 1, "'stochastic'|nothing else rounds at random"),
-        )
-    ),
-    *(
-        Row(f"{name}={value!r} with shard_gradients", build(shard_gradients=True, **{name: value}), ValueError, words)
+        )),
+    *(Row(f"{name}={value!r} with shard_gradients", build(shard_gradients=True, **{name: value}), ValueError, words)
         for name, value, words in (
             ("overlap_with_ddp", True, "shard_gradients=True and overlap_with_ddp=True exclude|Drop one"),
             ("reduce_dtype", torch.int32, "reduce_dtype|torch.int32"),
@@ -421,10 +457,8 @@ BUILDING = [
             ("gradient_buckets_in_flight", -1, "gradient_buckets_in_flight|-1"),
             ("gradient_buckets_in_flight", 1.5, "gradient_buckets_in_flight|1.5"),
             ("gradient_buckets_in_flight", "2", "gradient_buckets_in_flight|'2'"),
-        )
-    ),
-    *(
-        Row(f"{name} that is no bool", build(**{name: value}), TypeError, f"{name} expects a bool but got {value!r}")
+        )),
+    *(Row(f"{name} that is no bool", build(**{name: value}), TypeError, f"{name} expects a bool but got {value!r}")
         for name, value in (
             ("shard_gradients", "yes"),
             ("overlap_with_ddp", 1),
@@ -433,8 +467,7 @@ BUILDING = [
             ("broadcast_parameters", 0),
             ("overlap_backward", 1),
             ("find_unused_parameters", "auto"),
-        )
-    ),
+        )),
     Row("lazy in backward", build(overlap_with_ddp=True, lazy_gather=True), ValueError,
         "lazy_gather=True and overlap_with_ddp=True exclude|Drop one"),
     Row("reduce_dtype with the hooks", build(overlap_with_ddp=True, reduce_dtype=torch.float32), ValueError,
@@ -448,8 +481,7 @@ BUILDING = [
         "parameter group 0|'optimizer_class'|build another one"),
     Row("complex with a real reduce_dtype", build(lambda: [weight(dtype=torch.complex64)], shard_gradients=True,
         reduce_dtype=torch.float32), ValueError, "reduce_dtype expects real parameters|imaginary"),
-    *(
-        Row(f"masters: {what}", build(params, lr=1.0, **options), ValueError, words)
+    *(Row(f"masters: {what}", build(params, lr=1.0, **options), ValueError, words)
         for what, params, options, words in (
             ("a string", half(), {"master_weights": "float32"}, "expects None, torch.float32|'float32'|if unsure"),
             ("another dtype", half(), {"master_weights": torch.bfloat16}, "torch.bfloat16"),
@@ -466,8 +498,7 @@ BUILDING = [
              "rounding_seed|'x'"),
             ("a seed that is a bool", half(), {"master_weights": "stochastic", "rounding_seed": True},
              "rounding_seed|True"),
-        )
-    ),
+        )),
 ]  # fmt: skip
 BUILDING = [replace(row, config=PAIR) for row in BUILDING]
 
@@ -496,8 +527,7 @@ def swapped() -> list[tuple[str, nn.Parameter]]:
 
 
 UNLIKE = [
-    *(
-        Row(f"ranks differ: {what}", do, RuntimeError, like(words))
+    *(Row(f"ranks differ: {what}", do, RuntimeError, like(words))
         for what, do, words in (
             ("order", build(Odd(swapped, few)),
              "parameter 1 ('layer1') of group 0 / parameter 1 ('layer2') of group 0"),
@@ -533,12 +563,10 @@ UNLIKE = [
              "master_weights is float32 / remainder"),
             ("rounding_seed", build(half(), master_weights="stochastic", rounding_seed=Odd(1, 2)),
              "rounding_seed is 2 / 1"),
-        )
-    ),
+        )),
     Row("three opinions", lambda t: zero(t, few(), weight_decay=float(t.rank)), RuntimeError,
         "weight_decay is 0.0 on rank 0 but 1.0 on rank 1 but 2.0 on rank 2"),
-    *(
-        Row(f"one rank refuses: {what}", do, told(error), words)
+    *(Row(f"one rank refuses: {what}", do, told(error), words)
         for what, do, error, words in (
             ("no parameters", build(Odd(list, few)), ValueError, "empty parameter list"),
             ("a tensor", build(Odd(weight, few)), TypeError, "[tensor]"),
@@ -550,8 +578,7 @@ UNLIKE = [
             ("bucket_cap_mb", build(bucket_cap_mb=Odd(0, 25)), ValueError, "bucket_cap_mb"),
             ("reduce_dtype", build(reduce_dtype=Odd(torch.float32, None)), ValueError, "reduce_dtype"),
             ("a flag", build(lazy_gather=Odd(2, True)), TypeError, "lazy_gather expects a bool"),
-        )
-    ),
+        )),
 ]  # fmt: skip
 
 
@@ -687,6 +714,23 @@ def misshapen(t: Trial, value: Any) -> Any:
 
 
 @operation
+def reordered(t: Trial, names: str) -> None:
+    """What was saved is loaded by name, also where the parameters have another order."""
+    found = []
+    for order in (names, names[::-1]):
+        params = {name: weight(4) for name in order}
+        found.append((zero(t, list(params.items()), momentum=0.9), params))
+    (first, params), (second, others) = found
+    for number, name in enumerate(sorted(names)):
+        params[name].grad = torch.full((4,), 1.0 + number, dtype=torch.float64)
+    first.step()
+    checkpoint.save(t.folder / f"order {names}", first)
+    checkpoint.load(t.folder / f"order {names}", second)
+    for name in names:
+        t._same(f"the state of {name}", second.full_state(others[name]), first.full_state(params[name]))
+
+
+@operation
 def method(t: Trial, name: str, *args: Any, **options: Any) -> Any:
     """A call of the trial's optimizer."""
     return getattr(t.ours.optimizer, name)(*args, **options)
@@ -708,8 +752,7 @@ def differ(t: Trial) -> None:
 TO = "to expects a rank of the process group, from 0 to 2, but got "
 STATES = trains(
     *(Row(f"load: {what}", load(change), error, words) for what, (change, error, words) in BROKEN.items()),
-    *(
-        Row(f"load on one rank: {what}", load(Odd(change, good)), told(error), words)
+    *(Row(f"load on one rank: {what}", load(Odd(change, good)), told(error), words)
         for what, (change, error, words) in BROKEN.items()
     ),
     Row("load: another step on one rank", load(Odd(states(step=torch.tensor(9.0)), good)), RuntimeError,
@@ -750,6 +793,7 @@ STATES = trains(
         "('before.weight') of shape (8, 6) differs between ranks [0, 2] and ranks [1]"),
 )  # fmt: skip
 STATES += [
+    *(Row(f"loaded by name: {names}", reordered(names), None, "") for names in ("012", "201", "cab")),
     Row("a gradient that one rank lacked", missing_on_one_rank, RuntimeError,
         "parameter 0|expects state for all of its 31 elements, but the ranks hold"),
     Row("load: a master of another shape", misshapen(torch.ones(299)), EITHER,
@@ -943,6 +987,10 @@ def under_ddp(t: Trial, ddp: Any) -> tuple[Any, Any]:
     return ddp, optimizer
 
 
+def unused_under_ddp(t: Trial, model: nn.Module) -> tuple[Any, Any]:
+    return under_ddp(t, wrap(t, model, find_unused_parameters=True))
+
+
 def turned(t: Trial, **options: Any) -> tuple[Any, Any]:
     """A memory format that changes after the optimizer was built."""
     model = nn.Conv2d(3, 4, 2).double()
@@ -1005,9 +1053,17 @@ def by_the_hook(t: Trial, case: Callable[[Trial, Any], list[Any]]) -> Any:
     backward(t, ddp)
 
 
+def unregistered(hook: Any) -> Callable[[Trial, Any], tuple[Any, Any]]:
+    def connect(t: Trial, model: Any) -> tuple[Any, Any]:
+        ddp, optimizer = wrap(t, model), zero(t, model.named_parameters(), overlap_with_ddp=True)
+        return (ddp, optimizer, hook(allreduce_hook, ddp, optimizer))[:2]
+
+    return connect
+
+
 HOOKED = [
-    *(
-        Row(f"{hook.__name__} {what}", hook_of(hook, make), error, words)
+    *(Row(f"{hook.__name__} that nobody registers", as_plain(unregistered(hook)), None, "") for hook in STEPPING),
+    *(Row(f"{hook.__name__} {what}", hook_of(hook, make), error, words)
         for hook in STEPPING
         for what, make, error, words in (
             ("of the default mode", lambda t, ddp: zero(t, ddp.parameters()), ValueError, "overlap_with_ddp=True"),
@@ -1019,8 +1075,7 @@ HOOKED = [
              "Around|ZeroRedundancyOptimizer inside (.inner)"),
             ("after shard_ddp_gradients", lambda t, ddp: under_ddp(t, ddp)[1], ValueError,
              "without another hook"),
-        )
-    ),
+        )),
     *(Row(f"{hook.__name__} of no DDP", lambda t, hook=hook: hook(allreduce_hook, net(), zero(
         t, [weight()], overlap_with_ddp=True)), ValueError, "expects a DistributedDataParallel module but got Net")
       for hook in STEPPING),
@@ -1034,8 +1089,7 @@ HOOKED = [
         f"{hook.__name__}|memory format|DDP and the optimizer")
       for hook in STEPPING),
     Row("a stepping hook inside the interleaved one", hook_around, ValueError, "expects a hook that only reduces"),
-    *(
-        Row(f"{name} {what}", way(case), error, f"{name}|{words}", changes=changes)
+    *(Row(f"{name} {what}", way(case), error, f"{name}|{words}", changes=changes)
         for name, way in (("shard_ddp_gradients", at_once), ("reduce_scatter_hook", by_the_hook))
         for what, (case, error, words, changes) in CASES.items()
     ),
@@ -1067,8 +1121,7 @@ HOOKED += trains(
                 replace(PAIR, mode=mode)),
             Row(f"{mode}: deepcopy", lambda t: copy.deepcopy(t.ours.optimizer), TypeError, COPY,
                 replace(PAIR, mode=mode)),
-        )
-    ),
+        )),
     Row("under DDP: deepcopy", lambda t: copy.deepcopy(t.ours.optimizer), TypeError, COPY, UNDER),
     Row("under DDP: the optimizer's no_sync", enter(lambda t: t.ours.optimizer.no_sync()), RuntimeError,
         "Under DDP use no_sync of DDP", UNDER),
@@ -1165,20 +1218,19 @@ def closure(t: Trial) -> None:
 
 
 STEPS = [
-    *(
-        Row(f"{mode}: a step fails on one rank", failing, RuntimeError,
+    *(Row(f"{mode}: a step fails on one rank", failing, RuntimeError,
             Odd("own step failed", f"own step failed|rank {ODD} failed"), after=REFUSES,
             config=Configuration(mode=mode, optimizer="Tempered", ranks=3))
         for mode in ("default", "sharded", "under DDP", "hook")
     ),
-    *(
-        Row(f"{mode}: a step fails on all ranks", failing_everywhere, RuntimeError, "own step failed", after=TRAINS,
+    *(Row(f"{mode}: a step fails on all ranks", failing_everywhere, RuntimeError, "own step failed", after=TRAINS,
             config=Configuration(mode=mode, optimizer="Tempered", ranks=3))
         for mode in ("default", "sharded", "under DDP")
     ),
+    *trains(Row("a closure that is a number", method("step", 0), TypeError, "not callable"),
+            Row("a closure by name that is a number", method("step", closure=0), TypeError, "not callable")),
     Row("a closure fails on one rank", closure, told(ArithmeticError), "out of luck", after=OVER),
-    *(
-        Row(f"{call} after ranks failed at different buckets", broken(lambda t: (2, 4, 0)[t.rank],
+    *(Row(f"{call} after ranks failed at different buckets", broken(lambda t: (2, 4, 0)[t.rank],
             lambda t, optimizer, call=call: getattr(optimizer, call)()), RuntimeError, f"{AGAIN}|broken on purpose")
         for call in ("step", "check_replicas", "consolidate_state_dict")
     ),
@@ -1227,13 +1279,29 @@ def without_memory(t: Trial, call: Callable[[Trial], Any], part: float) -> Any:
         call(t)
 
 
+@operation
+def at_first_without_memory(t: Trial, call: str, part: float, **options: Any) -> Any:
+    """The same, in the first such call of an optimizer."""
+
+    def made() -> Any:
+        params = half("bfloat16", "bfloat16", "bfloat16")()
+        optimizer = zero(t, params, Switches, momentum=0.9, shard="element", **options)
+        set_ones(params)
+        return getattr(optimizer, call)
+
+    first, second = made(), made()
+    with NoMemory() as counted:
+        first()
+    with NoMemory(int(part * counted.count) if t.rank == ODD else None):
+        second()
+
+
 SMALL = Configuration(cap=0.0003, shard="element", watch="weights", names=True)
 WITHOUT = told(RuntimeError), "on purpose"
 # At the last operations the others have all they need. Other calls than these leave the others waiting for the
 # time-out of the process group (docs/log.md, until issue 28).
 MEMORY = [
-    *(
-        Row(f"{config.mode}, {config.precision}: no memory at {part} of a step", without_memory(do_step, part),
+    *(Row(f"{config.mode}, {config.precision}: no memory at {part} of a step", without_memory(do_step, part),
             *WITHOUT, config)
         for config, parts in (
             (SMALL, (0.0, 0.3, 0.6, 0.8)),
@@ -1247,8 +1315,13 @@ MEMORY = [
         )
         for part in parts
     ),
-    *(
-        Row(f"no memory at {part} of a save", without_memory(lambda t: checkpoint.save(
+    *(Row(f"{masters}: no memory at {part} of the first {call}", at_first_without_memory(
+            call, part, master_weights=masters), *WITHOUT, replace(SMALL, ranks=3))
+        for call, masters, part in (("step", torch.float32, 0.2),
+                                    ("step", torch.float32, 0.5), ("step", "stochastic", 0.1),
+                                    ("train", torch.float32, 0.1), ("eval", "remainder", 0.3))
+    ),
+    *(Row(f"no memory at {part} of a save", without_memory(lambda t: checkpoint.save(
             t.folder / "m", t.ours.optimizer, t.ours.model), part), *WITHOUT, SMALL)
         for part in (0.0, 0.5, 0.999)
     ),
@@ -1264,13 +1337,39 @@ def skipped(t: Trial, place: str) -> Any:
     t.ours.backward(Backward(), t.number, mine(t, Odd(place, "")))
 
 
-PATIENCE = trains(
-    *(
-        Row(f"{mode}: {place} raises on one rank", skipped(place), Odd(Expected, None), f"raised in {place}",
-            replace(PAIR, mode=mode), changes=28)
-        for mode, place in (("sharded", "forward"), ("sharded", "backward"), ("sharded lazy", "backward"),
-                            ("under DDP", "forward"))
-    ),
+def far_behind(sync: bool) -> Callable[..., None]:
+    """At first a rank is later than the others wait in backward. Then another backward, perhaps in no_sync, and a step.
+
+    (What DDP reduces last has what was in no_sync before.)
+    """
+
+    def way(t: Trial, model: Any, optimizer: Any, turn: int) -> None:
+        ours = isinstance(optimizer, ZeroRedundancyOptimizer)
+        optimizer.zero_grad()
+        for number, one in enumerate((True, sync) if ours else (sync, True)):
+            no_sync = (model if hasattr(model, "no_sync") else optimizer).no_sync if not one else contextlib.nullcontext
+            with no_sync():
+                loss = model(batch(0, t.rank, torch.float64)).square().mean()
+                if ours and t.rank == ODD and turn == number == 0:
+                    time.sleep(6)
+                loss.backward()
+        optimizer.step()
+
+    return way
+
+
+PATIENCE = [
+    Row(f"{name}: a rank is far behind, then {'another backward' if sync else 'no_sync'}",
+        as_plain(connect, far_behind(sync)), None, "", replace(PAIR, names=False, mode="sharded"))  # a case of its own
+    for name, sync, connect in (
+        ("sharded", True, sharded), ("sharded", False, sharded), ("under DDP", False, unused_under_ddp),
+        ("under DDP", True, unused_under_ddp))
+]  # fmt: skip
+PATIENCE += trains(
+    *(Row(f"{mode}: {place} raises on one rank", skipped(place), Odd(Expected, None), f"raised in {place}",
+          replace(PAIR, mode=mode, cap=0.0003), changes=28)
+      for mode, place in (("sharded", "forward"), ("sharded", "backward"), ("sharded lazy", "backward"),
+                          ("under DDP", "forward"))),
 )  # fmt: skip
 
 # --- a rank that does not come ------------------------------------------------------------------------------------
@@ -1316,7 +1415,6 @@ ABSENT = [
             f"rank {ODD} waits in step|('after.bias')|from True to False")),
 ]  # fmt: skip
 ABSENT = [replace(row, config=WAITING, after=OVER, waits=True) for row in ABSENT]
-
 # --- meshes, DTensors ---------------------------------------------------------------------------------------------
 
 MESH = Configuration(group="mesh replicated", ranks=4, names=True)
@@ -1435,8 +1533,7 @@ JOINS = trains(
                 lambda t: t.ours.model.before.weight.grad.mul_(2)), RuntimeError,
                 "changing a sharded gradient in place is not available in a Join context",
                 replace(PAIR, mode=mode)),
-        )
-    ),
+        )),
 )  # fmt: skip
 JOINS += [
     Row("under DDP, in Join: no_sync", in_join(lambda t: t.ours.backward(Backward(sync=False), t.number)), RuntimeError,
@@ -1469,8 +1566,21 @@ def saved(t: Trial, model: bool = True) -> Path:
 
 @operation
 def load_into(t: Trial, make: Callable[[Trial], Any], call: Any = checkpoint.load) -> None:
-    """Load a good checkpoint into another optimizer (and model)."""
-    call(saved(t), *make(t))
+    """Load a good checkpoint into another optimizer (and model). If that fails nothing is changed."""
+    made = make(t)
+    models = [one for one in made if isinstance(one, nn.Module) and not next(one.parameters()).is_meta]
+    before = copy.deepcopy([one.state_dict() for one in models])
+    try:
+        call(saved(t), *made)
+    finally:
+        assert not (found := difference([one.state_dict() for one in models], before, None)), f"the model{found}"
+
+
+def stiff() -> nn.Module:
+    """A layer whose memory cannot be written to: its elements share it."""
+    layer = nn.Linear(6, 6).double()
+    layer.bias.data = torch.zeros(1, dtype=torch.float64).expand(6)
+    return layer
 
 
 def another(t: Trial, kind: Any = AdamW, names: bool = True, together: bool = False, **parts: Any) -> tuple[Any, Any]:
@@ -1518,6 +1628,45 @@ def savers_at_once(t: Trial, via: str) -> None:
     dist.all_gather_object(both, found[1], group=t.ranks)
     if any(both):
         raise RuntimeError(next(filter(None, both)))
+
+
+def beside_a_slow_save(t: Trial) -> None:
+    """The disk of one rank is slow. What ranks compare meanwhile does not wait for it.
+
+    What is hidden in the folder meanwhile would be left by a rank that is killed: a later save clears it away.
+    """
+    real, model, folder = os.fsync, net(), t.folder / "slow"
+    optimizer = zero(t, model.named_parameters())
+    os.fsync = lambda file: time.sleep(3 if t.rank == ODD else 0) or real(file)
+    try:
+        handle = checkpoint.save(folder / "a", optimizer, model, asynchronous=True)
+        model.after.bias.requires_grad_(False)
+        started = time.monotonic()
+        iterate(t, model, optimizer)
+        assert time.monotonic() - started < 2.5, "a step has waited for the save"
+        hidden = [(path, path.is_dir()) for path in folder.glob(".*")]
+        handle.wait()
+    finally:
+        os.fsync = real
+    for path, is_folder in hidden:
+        path.mkdir(exist_ok=True) if is_folder else path.touch()
+        os.utime(path, (0, 0))
+    dist.barrier(t.ranks)
+    checkpoint.save(folder / "b", optimizer, model, keep=2)
+    dist.barrier(t.ranks)
+    assert hidden, "nothing was hidden"
+    assert not (left := [*folder.glob(".*")]), f"left behind: {left}"
+
+
+def of_a_later_torch(t: Trial) -> None:
+    """Which adds the strides to what it saves of a tensor."""
+    real, path = TensorProperties.__getstate__, t.folder / "later"
+    TensorProperties.__getstate__ = lambda self: (*real(self), (1,))
+    try:
+        checkpoint.save(path, t.ours.optimizer, t.ours.model)
+    finally:
+        TensorProperties.__getstate__ = real
+    checkpoint.load(path, t.ours.optimizer, t.ours.model)
 
 
 def to_file(t: Trial) -> None:
@@ -1572,6 +1721,7 @@ CHECKPOINTS += [
          "parameter group 0 expects options that were saved together|strict=False"),
         ("positions", lambda t: another(t, names=False)[:1], ValueError,
          "has parameter names|has positions|Pass model=..."),
+        ("memory that cannot be written to", lambda t: another(t, late=stiff()), RuntimeError, "memory"),
         ("a model of somebody else", lambda t: (another(t, names=False)[0], net()), ValueError,
          "model expects to have all parameters of the optimizer"),
     )),
@@ -1581,6 +1731,10 @@ CHECKPOINTS += [
         ("of other shapes", lambda t: [another(t, after=nn.Linear(8, 7).double())[1]], ValueError,
          "after.weight of the model|strict=False"),
     )),
+    Row("save under a long name", lambda t: checkpoint.load(checkpoint.save(t.folder / ("long" * 57),
+        t.ours.optimizer).directory, t.ours.optimizer), None, ""),
+    Row("a checkpoint of a later torch", of_a_later_torch, None, ""),
+    Row("a step beside a slow save", beside_a_slow_save, None, ""),
     Row("load_model where there is none", lambda t: checkpoint.load_model(saved(t, model=False), net()), ValueError,
         "expects a checkpoint with a model|has none. Save with model="),
     Row("load_sharded_state_dict of more", lambda t: t.ours.optimizer.load_sharded_state_dict(
@@ -1665,7 +1819,24 @@ def asks_otherwise(t: Trial) -> None:
         t.ours.optimizer.clip_grad_norm_(1.0)
 
 
+def large(t: Trial) -> None:
+    """A step of many elements; then replicas that differ in one of them."""
+    param = weight(2**22 + 3, dtype=torch.bfloat16)
+    optimizer = zero(t, [param], master_weights=torch.float32)
+    set_ones([param])
+    optimizer.step()
+    t._same("the parameter", param.detach(), torch.full_like(param, 0.9).detach())
+    for place in (-1, 2**22):
+        with torch.no_grad():
+            param[place] += 1 if t.rank == ODD else 0
+            found, text = outcome(optimizer.check_replicas)
+            param[place] = 0.9
+        assert found is not None, f"element {place} differs, and nobody has noticed"
+    raise found(text)
+
+
 OTHERS = [
+    Row("a large parameter that differs in one element", large, RuntimeError, "differs between"),
     Row("a sparse gradient, default mode", stepped(lambda: [weight(), weight(40, 3)], sparse_grad, shard="element"),
         RuntimeError, "step expects dense gradients"),
     Row("a sparse gradient of masters", stepped(half("bfloat16", "bfloat16"), sparse_grad, master_weights=torch.float32,
@@ -1714,17 +1885,50 @@ OTHERS += [
         replace(SHARDED, ranks=3), OVER),
 ]  # fmt: skip
 
+
+@operation
+def fails_in_backward(t: Trial, inner: Any) -> None:
+    """The second bucket's step, while the first one's is under way. Parameters can be read afterwards."""
+    model = net().to(t.config.device)
+    ddp, optimizer = wrap(t, model), zero(t, model.parameters(), Breaks, overlap_with_ddp=True, bucket_cap_mb=0.0005)
+    ddp.register_comm_hook(t.ranks, shardstep.hook_with_zero_step_interleaved(inner, ddp, optimizer))
+    for _ in range(3):
+        backward(t, ddp)
+    Breaks.calls_left = 2
+    found, text = outcome(lambda: backward(t, ddp))
+    Breaks.calls_left = 0
+    assert all(param.isfinite().all() for param in model.cpu().parameters())
+    raise found(text)
+
+
+class Recomputed(nn.Module):
+    """A layer that is used several times, and in backward inside of another backward."""
+
+    def __init__(self, again: bool = True) -> None:
+        super().__init__()
+        generator, self.again = torch.Generator().manual_seed(3), again
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4)).double()
+        for param in self.parameters():
+            param.data = torch.randn(param.shape, generator=generator, dtype=torch.float64) / 3
+
+    def forward(self, value: Tensor) -> Tensor:
+        for layer in self.layers:
+            call = nn.Sequential(layer, nn.Tanh(), self.layers[3], nn.Tanh())
+            value = recompute(call, value.requires_grad_(), use_reentrant=True) if self.again else call(value)
+        return value
+
+
 ON_DEVICE = [
-    Row(
-        f"on a device, a parameter without gradient, {len(skips)} backwards",
-        unused(*skips),
-        RuntimeError,
-        "shard_gradients expects a gradient for every parameter that requires one|find_unused_parameters=True",
-        Configuration(mode="sharded", names=True, device="sim", ranks=3),
-        OVER,
-    )
-    for skips in (((1,),), ((), (1,)), ((), (), (0,)))
-]
+    *(Row(f"on a device, a parameter without gradient, {len(skips)} backwards", unused(*skips), RuntimeError,
+          "shard_gradients expects a gradient for every parameter that requires one|find_unused_parameters=True",
+          Configuration(mode="sharded", names=True, device="sim", ranks=3), OVER)
+      for skips in (((1,),), ((), (1,)), ((), (), (0,)))),
+    *(Row(f"on a device, a step fails in backward, {inner.__name__}", fails_in_backward(inner), ArithmeticError,
+          "broken on purpose", replace(PAIR, device="sim"), OVER)
+      for inner in (allreduce_hook, shardstep.reduce_scatter_hook)),
+    *(Row(f"{device}: a shared layer is recomputed", as_plain(sharded, make=Recomputed,
+          expected=lambda: Recomputed(False)), None, "", replace(PAIR, device=device)) for device in ("cpu", "sim")),
+]  # fmt: skip
 
 
 # --- without a process group, in a process of its own ---------------------------------------------------------------

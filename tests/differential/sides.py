@@ -398,11 +398,13 @@ class Sharded(Side):
         if self.config.optimizer == "ScheduleFree":
             self.optimizer.train()
 
-    def relocate(self) -> None:
-        """Other memory for the parameters. DDP cannot be moved: it is built anew."""
+    def relocate(self, cleared: bool) -> None:
+        """Other memory for the parameters. DDP cannot be moved: it is built anew. ``cleared``: gradients, elsewhere."""
         self.wrapped = self.model
         if self.device != "cpu":
             self.model.cpu()
+            if cleared:
+                self.zero_grad()
         else:
             with torch.no_grad():
                 for param in self.model.parameters():

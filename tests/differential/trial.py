@@ -8,6 +8,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,43 +23,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardstep import checkpoint
 from tests.accelerator import simulated
 from tests.differential import leftovers
+from tests.differential import programs as p
 from tests.differential.configurations import SIXTEEN, Configuration, Fails, invalid
 from tests.differential.eight_bits import EightBits
 from tests.differential.monitors import Watched
-from tests.differential.programs import (
-    AddGroup,
-    Backward,
-    Clip,
-    Consolidate,
-    CopyModel,
-    DropGradient,
-    Edit,
-    Exchange,
-    Freeze,
-    LoadModel,
-    Look,
-    Loop,
-    Move,
-    Operation,
-    Program,
-    Raise,
-    RaiseInStep,
-    Rebuild,
-    Restore,
-    Resume,
-    Rewrap,
-    Save,
-    ScalerStep,
-    Schedule,
-    SetLr,
-    Step,
-    Switch,
-    Uneven,
-    Unfreeze,
-    Unscale,
-    ZeroGrad,
-)  # fmt: skip
-from tests.differential.programs import Plain as LoadPlain
 from tests.differential.sides import Alone, Plain, Sharded, Side, raises_expected, ranks_of, share
 
 LARGE = 2**22
@@ -118,22 +86,22 @@ class Trial:
         if config.optimizer == "ScheduleFree":
             self.plain.optimizer.train()
 
-    def run(self, program: Program) -> None:
+    def run(self, program: p.Program) -> None:
         for position, op in enumerate(program):
             try:
-                if self.is_member or isinstance(op, Resume):
+                if self.is_member or isinstance(op, p.Resume):
                     self._do(op)
             except Exception as error:
                 error.add_note(f"in operation {position}: {op!r}")
                 raise
         try:
             if self.is_member:
-                self._do(Look())
+                self._do(p.Look())
         except Exception as error:
             error.add_note("in the comparison at the end")
             raise
 
-    def _do(self, op: Operation) -> None:
+    def _do(self, op: p.Operation) -> None:
         op = self._applied(op)
         if op is None:
             return
@@ -147,64 +115,65 @@ class Trial:
             if self.config.watch == "all":
                 self._compare_groups()
 
-    def _applied(self, op: Operation) -> Operation | None:
+    def _applied(self, op: p.Operation) -> p.Operation | None:
         """What an operation is in this configuration, which a Resume may have changed; None if it has none."""
         config = self.config
-        if isinstance(op, Backward):
+        if isinstance(op, p.Backward):
             skip, only = (op.skip, op.only) if config.may_skip else ((), None)
             sync, scaled = op.sync or not config.may_accumulate, op.scaled and config.may_scale
             # (torch's fused optimizers make state in a step that finds an inf, and ours does not.)
             bad = op.bad if scaled and config.optimizer != "fused" else None
-            return Backward(skip, only, sync, scaled, bad, op.late)
-        if isinstance(op, Uneven):
+            return p.Backward(skip, only, sync, scaled, bad, op.late)
+        if isinstance(op, p.Uneven):
             clip = None if config.uses_ddp else op.clip
             op = replace(op, clip=clip, closure=op.closure and not config.steps_in_backward)
-        if isinstance(op, Uneven) and self.refrozen:
+        if isinstance(op, p.Uneven) and self.refrozen:
             # Known, and wrong until issue 28: ranks compare what is frozen in the next backward, and a rank without
             # any input does not come. The others wait until the time-out.
             op = replace(op, batches=tuple(max(count, 1) for count in op.batches))
-        if isinstance(op, RaiseInStep) and config.masters == "stochastic":
-            op = RaiseInStep()  # (a step that failed has drawn no random numbers)
-        if isinstance(op, Raise) and self.joined:
+        if isinstance(op, p.RaiseInStep) and config.masters == "stochastic":
+            op = p.RaiseInStep()  # (a step that failed has drawn no random numbers)
+        if isinstance(op, p.Raise) and self.joined:
             # Known, and wrong until issue 28: after a Join context a batch that fails on one rank cannot be skipped.
             op = replace(op, rank=None)
-        if isinstance(op, Loop):
+        if isinstance(op, p.Loop):
             adds_up = config.may_accumulate and not (config.sixteen and config.reduces)
             adds_up = adds_up and config.optimizer != "ScheduleFree"  # (its steps use the memory of gradients)
             before = tuple(sync for sync in op.before if not (sync and config.steps_in_backward)) if adds_up else ()
             op = replace(op, clip=op.clip if config.may_clip else "", before=before)
-        if isinstance(op, Save) and op.asynchronous and not config.may_save_beside:
-            return Save()
-        if isinstance(op, Resume) and op.how == "asynchronous" and not config.may_save_beside:
+        if isinstance(op, p.Save) and op.asynchronous and not config.may_save_beside:
+            return p.Save()
+        if isinstance(op, p.Resume) and op.how == "asynchronous" and not config.may_save_beside:
             return replace(op, how="checkpoint")
         needed = {
-            Clip: config.may_clip,
-            DropGradient: not config.steps_in_backward and not self.unsynced,
-            Unscale: config.may_scale,
-            ScalerStep: config.may_scale,
-            Edit: config.may_edit,
-            LoadModel: config.may_edit,
-            Rewrap: config.uses_ddp,
-            Uneven: config.may_join and (self.stepped or config.built == "last"),
-            Raise: not config.uses_ddp or op in (Raise(), Raise("forward")),
+            p.Clip: config.may_clip,
+            p.DropGradient: not config.steps_in_backward and not self.unsynced,
+            p.Unscale: config.may_scale,
+            p.ScalerStep: config.may_scale,
+            p.Edit: config.may_edit,
+            p.Swap: config.may_edit,
+            p.LoadModel: config.may_edit,
+            p.Rewrap: config.uses_ddp,
+            p.Uneven: config.may_join and (self.stepped or config.built == "last"),
+            p.Raise: not config.uses_ddp or op in (p.Raise(), p.Raise("forward")),
             # On a device gathers are enqueued. Through sockets the second such step of a program hangs until the
             # time-out where a rank owns nothing (known, and wrong until issue 28: see docs/log.md).
-            RaiseInStep: not config.steps_in_backward
+            p.RaiseInStep: not config.steps_in_backward
             and config.device == "cpu"
             and config.transport == "shared memory",
             # torch's Adagrad makes no state for a group that is added. What Peculiar's steps write into a group only
             # its owners have, and add_param_group compares it (known, and wrong: see docs/log.md).
-            AddGroup: config.optimizer not in ("Adagrad", "Peculiar"),
+            p.AddGroup: config.optimizer not in ("Adagrad", "Peculiar"),
         }
         return op if needed.get(type(op), True) else None
 
     # --- operations -----------------------------------------------------------------------------------------------
 
-    def _backward(self, op: Backward) -> None:
+    def _backward(self, op: p.Backward) -> None:
         overwritten = self.config.optimizer == "ScheduleFree"  # its steps use the memory of gradients
         rounded = self.config.sixteen and self.config.reduces  # sums of 16 bits in another order are other numbers
         if self.synced and (overwritten or rounded):
-            self._zerograd(ZeroGrad())
+            self._zerograd(p.ZeroGrad())
         losses = [side.backward(op, self.number) for side in self.sides]
         self.number += 1
         self._same("the loss", losses[1], losses[0])
@@ -218,7 +187,7 @@ class Trial:
         if self.config.watch == "all" and not self.unsynced and op.bad is None:
             self._compare_gradients()
 
-    def _clip(self, op: Clip) -> None:
+    def _clip(self, op: p.Clip) -> None:
         self.exact = self.exact and not self.config.reduces and op.how != "ours"  # (which adds up in another order)
         norms = [side.clip(op) for side in self.sides]
         if norms[0] is not None and norms[1] is not None:
@@ -226,29 +195,33 @@ class Trial:
         if self.config.watch == "all":
             self._compare_gradients()
 
-    def _dropgradient(self, op: DropGradient) -> None:
+    def _dropgradient(self, op: p.DropGradient) -> None:
         for side in self.sides:
             named = side.params()
             named[op.index % len(named)][1].grad = None
 
-    def _unscale(self, op: Unscale) -> None:
+    def _unscale(self, op: p.Unscale) -> None:
         for side in self.sides:
             side.scaler.unscale_(side.optimizer)
 
-    def _scalerstep(self, op: ScalerStep) -> None:
+    def _scalerstep(self, op: p.ScalerStep) -> None:
         for side in self.sides:
             side.scaler.step(side.optimizer)
             side.scaler.update()
         self._same("the scale", self.ours.scaler.get_scale(), self.plain.scaler.get_scale())
         self.stepped, self.refrozen = True, False
 
-    def _step(self, op: Step) -> None:
+    def _step(self, op: p.Step) -> None:
         arguments = {} if op.factor is None else {"factor": op.factor}
         versions = self._frozen_versions()
         if not op.closure:
             if not self.config.steps_in_backward:
                 self.plain.step(**arguments)
+            if op.late == self.rank:
+                time.sleep(0.05)
             self.ours.step(**arguments)
+            if op.late is not None and self.config.device == "cpu":  # (the device knows no order of host threads)
+                self._read_in_threads()
         else:
             losses = [side.step(closure=self._closure(side), **arguments) for side in self.sides]
             self._same("the loss", losses[1], losses[0])
@@ -261,7 +234,14 @@ class Trial:
         if self.config.watch == "all":
             self._compare_state(self.number % len(self.ours.params()))
 
-    def _loop(self, op: Loop) -> None:
+    def _read_in_threads(self) -> None:
+        """At the same time, in the same order: whoever comes first must not make the others take what was before."""
+        with ThreadPoolExecutor(3) as threads:
+            found = list(threads.map(lambda _: [param * 1 for _, param in self.ours.params()], range(3)))
+        for params in found:
+            self._same("what a thread reads", params, [param * 1 for _, param in self.plain.params()])
+
+    def _loop(self, op: p.Loop) -> None:
         if op.clip or True in op.before:
             self.exact = self.exact and not self.config.reduces and op.clip != "ours"
         for side in self.sides:
@@ -275,33 +255,33 @@ class Trial:
     def _closure(self, side: Side) -> Callable[[], Tensor]:
         def closure() -> Tensor:
             side.zero_grad()
-            return side.backward(Backward(), self.number)
+            return side.backward(p.Backward(), self.number)
 
         return closure
 
-    def _zerograd(self, op: ZeroGrad) -> None:
+    def _zerograd(self, op: p.ZeroGrad) -> None:
         for side in self.sides:
             side.zero_grad(op.set_to_none, op.by)
         self.synced, self.unsynced = 0, False
 
-    def _schedule(self, op: Schedule) -> None:
+    def _schedule(self, op: p.Schedule) -> None:
         for side in self.sides:
             side.schedule()
 
-    def _setlr(self, op: SetLr) -> None:
+    def _setlr(self, op: p.SetLr) -> None:
         for side in self.sides:
             groups = side.optimizer.param_groups
             group = groups[op.group % len(groups)]
             group["lr"] = group["lr"] * op.factor
 
-    def _freeze(self, op: Freeze) -> None:
+    def _freeze(self, op: p.Freeze) -> None:
         named = self.ours.params()
         self.frozen = self.frozen | {named[op.index % len(named)][0]}
         if len(self.frozen) == len(named):
             self.frozen = set()  # DDP wants something to do
         self._freeze_sides()
 
-    def _unfreeze(self, op: Unfreeze) -> None:
+    def _unfreeze(self, op: p.Unfreeze) -> None:
         self.frozen = set()
         self._freeze_sides()
 
@@ -312,14 +292,14 @@ class Trial:
             side.freeze(self.frozen)
         self.synced, self.unsynced = 0, False
 
-    def _rewrap(self, op: Rewrap) -> None:
+    def _rewrap(self, op: p.Rewrap) -> None:
         for side in self.sides:
             side.zero_grad()
             side.ddp_cap = op.ddp_cap
             side.rewrap()
         self.synced, self.unsynced = 0, False
 
-    def _rebuild(self, op: Rebuild) -> None:
+    def _rebuild(self, op: p.Rebuild) -> None:
         for side in self.sides:
             side.zero_grad()
         self.plain.scheduler = None
@@ -327,14 +307,15 @@ class Trial:
         self.ours.rebuild(self.number)
         self.synced, self.unsynced = 0, False
 
-    def _move(self, op: Move) -> None:
-        for side in self.sides:
+    def _move(self, op: p.Move) -> None:
+        cleared = op.cleared and self.config.device != "cpu"
+        for side in self.sides[: 1 if cleared else 2]:
             side.zero_grad()
         self.plain.rewrap()
-        self.ours.relocate()
+        self.ours.relocate(cleared)
         self.synced, self.unsynced = 0, False
 
-    def _addgroup(self, op: AddGroup) -> None:
+    def _addgroup(self, op: p.AddGroup) -> None:
         if not self.added:
             for side in self.sides:
                 side.zero_grad()
@@ -343,27 +324,38 @@ class Trial:
         self.synced, self.unsynced = 0, False
 
     @torch.no_grad()
-    def _edit(self, op: Edit) -> None:
+    def _edit(self, op: p.Edit) -> None:
         for side in self.sides:
             named = side.params()
             named[op.index % len(named)][1].mul_(op.factor)
 
-    def _loadmodel(self, op: LoadModel) -> None:
+    @torch.no_grad()
+    def _swap(self, op: p.Swap) -> None:
+        kept = [(param, param.clone()) for _, param in self.ours.params()]
+        for param, _ in kept:
+            param.mul_(op.factor)
+        for param, _ in kept:
+            self.ours.optimizer.full_state(param)
+        self.ours.optimizer.consolidate_state_dict()
+        for param, before in kept:
+            param.copy_(before)
+
+    def _loadmodel(self, op: p.LoadModel) -> None:
         for side in self.sides:
             side.model.load_state_dict({name: value * 0.5 for name, value in side.model.state_dict().items()})
 
-    def _raise(self, op: Raise) -> None:
+    def _raise(self, op: p.Raise) -> None:
         here = op.rank is None or op.rank == self.rank
         if here:
-            raises_expected(lambda: self.ours.backward(Backward(), self.number, op.place))
+            raises_expected(lambda: self.ours.backward(p.Backward(), self.number, op.place))
         else:
-            self.ours.backward(Backward(), self.number)
+            self.ours.backward(p.Backward(), self.number)
         self.number += 1
         for side in self.sides:
             side.zero_grad()
         self.synced, self.unsynced = 0, False
 
-    def _raiseinstep(self, op: RaiseInStep) -> None:
+    def _raiseinstep(self, op: p.RaiseInStep) -> None:
         Fails.told = op.when
         try:  # with a closure all buckets are stepped at once, so that it fails at the same place on every rank
             self.ours.optimizer.step(closure=lambda: None)
@@ -379,7 +371,7 @@ class Trial:
         for side in self.sides:
             side.step()
 
-    def _uneven(self, op: Uneven) -> None:
+    def _uneven(self, op: p.Uneven) -> None:
         counts = [op.batches[rank % len(op.batches)] for rank in range(self.config.ranks)]
         self.joined, contexts = True, [side.join() for side in self.sides]
         for _ in range(op.epochs):
@@ -405,7 +397,7 @@ class Trial:
             for own, given in zip(self.plain.masters.values(), masters, strict=True):
                 own.copy_(given)
 
-    def _switch(self, op: Switch) -> None:
+    def _switch(self, op: p.Switch) -> None:
         for side in self.sides:
             side.optimizer.eval()
         self._compare_weights()
@@ -414,7 +406,7 @@ class Trial:
 
     # --- state ----------------------------------------------------------------------------------------------------
 
-    def _consolidate(self, op: Consolidate) -> None:
+    def _consolidate(self, op: p.Consolidate) -> None:
         optimizer = self.ours.optimizer
         to = op.to % optimizer.world_size
         optimizer.consolidate_state_dict(to=to)
@@ -424,7 +416,7 @@ class Trial:
     def _plain_state_dict(self) -> dict[str, Any]:
         return _without_empty(self.plain.state_dict())
 
-    def _exchange(self, op: Exchange) -> None:
+    def _exchange(self, op: p.Exchange) -> None:
         optimizer = self.ours.optimizer
         to = op.to % optimizer.world_size
         optimizer.consolidate_state_dict(to=to)
@@ -439,7 +431,7 @@ class Trial:
         self.plain.optimizer.load_state_dict(_without_masters(box[0]))
         optimizer.load_state_dict(theirs)
 
-    def _resume(self, op: Resume) -> None:
+    def _resume(self, op: p.Resume) -> None:
         if self.is_member:
             self.plain.adopt()
             if op.how in ("sharded", "get_state_dict") and (self.frozen or self.config.optimizer == "Peculiar"):
@@ -466,9 +458,9 @@ class Trial:
             if op.how in ("sharded", "get_state_dict"):  # DCP loads the options that a new optimizer has, no others
                 for group in self.plain.optimizer.param_groups:
                     group.pop("initial_lr", None)
-            self._consolidate(Consolidate())
+            self._consolidate(p.Consolidate())
 
-    def _configured(self, op: Resume) -> Configuration:
+    def _configured(self, op: p.Resume) -> Configuration:
         """Another configuration, as near to what is asked for as it can be."""
         wanted = self.config
         precision = None
@@ -523,7 +515,7 @@ class Trial:
             model.load_state_dict(saved[0])
             optimizer.load_state_dict(saved[1])
 
-    def _plain(self, op: LoadPlain) -> None:
+    def _plain(self, op: p.Plain) -> None:
         path = self.folder / f"plain {self.saves}"
         self.saves += 1
         checkpoint.save(path, self.ours.optimizer, self.ours.model)
@@ -548,7 +540,7 @@ class Trial:
         dist.barrier(self.ranks)
         checkpoint.load(path, self.ours.optimizer, self.ours.model)
 
-    def _save(self, op: Save) -> None:
+    def _save(self, op: p.Save) -> None:
         path = self.folder / f"saved {self.saves}"
         self.saves += 1
         extra = {"large": torch.zeros(LARGE)} if op.beside else {}  # so that it takes a while
@@ -561,7 +553,7 @@ class Trial:
         saved = copy.deepcopy((self.plain.model.state_dict(), self.plain.state_dict(), masters))
         self.saved = handle, path, saved, op.beside, self.added
 
-    def _restore(self, op: Restore) -> None:
+    def _restore(self, op: p.Restore) -> None:
         if self.saved is None or self.saved[-1] != self.added or self.config.optimizer == "Peculiar":
             return  # (a rank that has no piece of a group lacks the option that steps write, and refuses the saved one)
         handle, path, saved, beside, _ = self.saved
@@ -584,7 +576,7 @@ class Trial:
             checkpoint.load_model(path, fresh.model)
             self._same("the model alone", fresh.model.state_dict(), weights)
 
-    def _copymodel(self, op: CopyModel) -> None:
+    def _copymodel(self, op: p.CopyModel) -> None:
         for side in self.sides:
             side.zero_grad()
         self.synced, self.unsynced = 0, False
@@ -593,16 +585,19 @@ class Trial:
 
     # --- comparisons ----------------------------------------------------------------------------------------------
 
-    def _look(self, op: Look) -> None:
+    def _look(self, op: p.Look) -> None:
         self._compare_groups()
         if not self.unsynced and self.config.optimizer != "ScheduleFree":  # (which overwrites gradients)
             self._compare_gradients()
         for position in range(len(self.ours.params())):
             self._compare_state(position)
         self.ours.optimizer.check_replicas()
-        self._consolidate(Consolidate())
+        self._consolidate(p.Consolidate())
         if self.stepped:
             self._compare_memory()
+        for bucket in self.ours.optimizer.layout.buckets:  # so that ranks own parameters in their own order
+            if bucket.cuts is not None and list(bucket.params) != sorted(bucket.params):
+                raise Mismatch(f"a bucket that is cut has the parameters {bucket.params}")
         if self.config.mode == "views":  # as torch allocates: other kernels would have other bits
             for name, param in self.ours.params():
                 if param.numel() and param.data_ptr() % 64:
@@ -635,12 +630,8 @@ class Trial:
 
     def _compare_groups(self) -> None:
         for ours, theirs in zip(self.ours.optimizer.param_groups, self.plain.optimizer.param_groups, strict=True):
-            for key in theirs.keys() - {
-                "params",
-                "steps",
-                "differentiable",
-                "initial_lr",
-            }:  # what steps write, only owners have
+            others = {"params", "steps", "differentiable", "initial_lr"}  # what steps write, only owners have
+            for key in theirs.keys() - others:
                 self._same(f"the option {key}", ours.get(key), theirs[key])
 
     def _compare_memory(self) -> None:
@@ -722,7 +713,7 @@ def _without_empty(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": {key: entry for key, entry in state_dict["state"].items() if entry}}
 
 
-def run(config: Configuration, program: Program, folder: Path) -> dict[str, int]:
+def run(config: Configuration, program: p.Program, folder: Path) -> dict[str, int]:
     """Run one case. Collective over all processes. Returns how often each operation ran."""
     before = leftovers.Before()
     trial = Trial(config, folder)
@@ -731,7 +722,7 @@ def run(config: Configuration, program: Program, folder: Path) -> dict[str, int]
         simulated.check()
     counts, member = dict(trial.counts), trial.is_member
     # torch's get_state_dict keeps the slots of a sharded optimizer mapped (seen; issue 24 takes our part of it out).
-    slots = not any(isinstance(op, Resume) and op.how == "get_state_dict" for op in program)
+    slots = not any(isinstance(op, p.Resume) and op.how == "get_state_dict" for op in program)
     dist.barrier()
     groups = trial.groups
     del trial
