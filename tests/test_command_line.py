@@ -214,7 +214,7 @@ def test_convert_takes_an_optimizer_that_lies_deeper(tmp_path, capsys):
 
 
 def test_state_that_is_not_there_is_told(tmp_path, capsys):
-    assert run("convert", SAVED / "consolidated-3" / "marked.state", tmp_path / "dir") == 1
+    assert run("convert", SAVED / "saved_by_0_1" / "consolidated-3" / "marked.state", tmp_path / "dir") == 1
     assert "Convert what rank 1 saved" in the_line(capsys.readouterr().err)
     assert not (tmp_path / "dir").exists()
     torch.save(plain(0)[1].state_dict(), tmp_path / "new.pt")
