@@ -9,8 +9,8 @@ from shardstep.model_no_sync import add_no_sync
 from shardstep.optimizer import ZeroRedundancyOptimizer
 from shardstep.params.lost_updates import LostUpdates
 from shardstep.sharded_ddp import reduce_scatter_hook, shard_ddp_gradients
-from shardstep.state.memory import MemoryReport
-from shardstep.state.shard import StateShard
+from shardstep.state.shards import StateShard
+from shardstep.state.view import MemoryReport
 
 if TYPE_CHECKING:
     from shardstep import checkpoint

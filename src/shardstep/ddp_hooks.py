@@ -44,7 +44,7 @@ from shardstep.grads.ddp_usage import ParameterUsage, UsageOfIteration
 from shardstep.optimizer import ZeroRedundancyOptimizer
 from shardstep.params.sharded_parameters import ShardedParameters
 from shardstep.sharded_ddp import connect_stepping_hook, reduce_scatter_hook
-from shardstep.state.wrappers import unwrapped
+from shardstep.state.dicts import unwrapped
 
 # Any: what register_comm_hook was given for the hook, which is between the two of them.
 Hook = Callable[[Any, GradBucket], torch.futures.Future[torch.Tensor]]

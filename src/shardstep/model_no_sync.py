@@ -17,7 +17,7 @@ from torch import nn
 
 from shardstep.grads.reduced_gradients import ReducedGradients
 from shardstep.optimizer import ZeroRedundancyOptimizer
-from shardstep.state.wrappers import unwrapped
+from shardstep.state.dicts import unwrapped
 
 
 def add_no_sync(model: nn.Module, *optimizers: ZeroRedundancyOptimizer) -> None:

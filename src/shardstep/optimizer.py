@@ -31,9 +31,9 @@ from shardstep.params.local_optimizer import copy_options
 from shardstep.params.lost_updates import LostUpdates
 from shardstep.params.master_modes import MasterWeights, checked_settings, take_modes
 from shardstep.params.sharded_parameters import ShardedParameters
-from shardstep.state import memory
-from shardstep.state.memory import MemoryReport
-from shardstep.state.state_dicts import ShardedOptimizer
+from shardstep.state import view
+from shardstep.state.dicts import ShardedOptimizer
+from shardstep.state.view import MemoryReport, StateView
 
 logger = logging.getLogger(__name__)
 
@@ -183,7 +183,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         self.world_size, self.rank, self.global_rank = group.world_size, group.rank, group.global_rank
         self.parameters_as_bucket_view, self.initialized = views, True
         self.engine, self._attendance = engine, attendance
-        self._set_up_state()
+        self.saves = {}
+        self._view = StateView(engine.sharded, self.optim, engine.progress)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -337,9 +338,8 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         source.adopt(self.param_groups[-1]["params"])
         sharded.settle()
         source.extend()
-        self._expose_state()
-        if sharded.builder.has_eager_state:  # the new parameters came with state
-            self._status.forget()
+        if sharded.builder.has_eager_state and engine.progress.consolidated_to:  # the new parameters came with state
+            engine.progress.changed()
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """For copy, deepcopy and pickle: a copy would share process groups, hooks and buffers with this one."""
@@ -370,7 +370,7 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         sharded, source = self.engine.sharded, self.engine.source
         kept, scratch = sharded.masters.memory(), sharded.masters.scratch()
         params, state = sharded.params.values(), self.optim.state
-        return memory.measure(params, state, source.tensors(), kept, scratch, source.buffers())
+        return view.measure(params, state, source.tensors(), kept, scratch, source.buffers())
 
     @contextmanager
     def count_lost_updates(self) -> Iterator[LostUpdates]:

@@ -22,7 +22,7 @@ from shardstep.grads.ddp_reduced import DdpReducedGradients
 from shardstep.grads.reduced_gradients import ReducedGradients
 from shardstep.optimizer import ZeroRedundancyOptimizer
 from shardstep.params.model_search import ddp_modules_of, params_of_ddp
-from shardstep.state.wrappers import unwrapped
+from shardstep.state.dicts import unwrapped
 
 
 def shard_ddp_gradients(ddp: torch.nn.Module, *optimizers: ZeroRedundancyOptimizer) -> None:

@@ -306,6 +306,15 @@ def takes_and_saves(rank: int, world: int, root: Path) -> None:
             flat.update((f"param_groups.{name}.{key}", options[key]) for name in group["params"] for key in options)
         error = error_of(partial(set_optimizer_state_dict, fresh_model, fresh, flat, options=FLAT), "never fresh")
         assert "its entry is empty" in str(error), error
+        for steps in (0, 1):  # without state and with it
+            for options in (FULL, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)):
+                fresh_model, fresh = mixed(other, steps, model.state_dict())
+                before = [fresh.full_state(param) for param in fresh_model.parameters()]
+                error_of(
+                    partial(set_optimizer_state_dict, fresh_model, fresh, given, options=options), "never part of it"
+                )
+                after = [fresh.full_state(param) for param in fresh_model.parameters()]
+                assert_same(after, before, "nothing was changed")
 
 
 def named(whole: dict[str, Any], model: nn.Module, optimizer: Any) -> dict[str, Any]:

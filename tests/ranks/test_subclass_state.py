@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import SGD
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
-from shardstep.params import tensor_subclasses
+from shardstep.state import subclasses
 from shardstep.tools import cli
 from tests.differential.configurations import Packed
 from tests.differential.eight_bits import EightBits
@@ -123,11 +123,11 @@ def test_subclass_state_is_not_loaded_into_an_optimizer_that_does_not_make_it(tm
     ],
 )
 def test_the_name_in_a_file_only_chooses_among_the_classes_that_the_live_optimizer_makes(edit, told):
-    parts = tensor_subclasses.opened({"momentum": EightBits.of(torch.ones(64))})
-    mark = json.loads(parts["momentum"][tensor_subclasses.MARK])
-    parts["momentum"][tensor_subclasses.MARK] = json.dumps(mark | edit)
+    parts = subclasses.opened({"momentum": EightBits.of(torch.ones(64))})
+    mark = json.loads(parts["momentum"][subclasses.MARK])
+    parts["momentum"][subclasses.MARK] = json.dumps(mark | edit)
     with pytest.raises(ValueError, match=told):
-        tensor_subclasses.closed(parts, {tensor_subclasses.name_of(EightBits): EightBits}.get, "parameter 0")
+        subclasses.closed(parts, {subclasses.name_of(EightBits): EightBits}.get, "parameter 0")
 
 
 @pytest.mark.long

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from shardstep.checkpoint import claims, inspection, model_only, save_job
 from shardstep.checkpoint.adapter import OptimizerAdapter, adapter_of
@@ -40,7 +39,6 @@ from shardstep.checkpoint.storage.manifest import METADATA_NAME, CheckpointError
 from shardstep.checkpoint.storage.reader import Reader, SafeLoadPlanner
 from shardstep.comm import collectives
 from shardstep.params.option_facts import option_facts
-from shardstep.state.wrappers import Wrapper
 
 __all__ = [
     "CheckpointError",
@@ -59,7 +57,7 @@ __all__ = [
 
 def save(
     directory: str | os.PathLike[str],
-    optimizer: Optimizer | Wrapper,
+    optimizer: Any,
     model: Module | None = None,
     extra: Mapping[str, object] | None = None,
     *,
@@ -110,7 +108,7 @@ def save(
 
 
 def load(
-    directory: str | os.PathLike[str], optimizer: Optimizer | Wrapper, model: Module | None = None, strict: bool = True
+    directory: str | os.PathLike[str], optimizer: Any, model: Module | None = None, strict: bool = True
 ) -> dict[str, Any]:
     """Load a checkpoint, saved at any number of ranks, by ``save`` or by DCP under the keys ``optim`` and ``model``.
 
@@ -165,7 +163,7 @@ def latest(directory: str | os.PathLike[str], thorough: bool = True) -> Path | N
 
 
 def resume(
-    directory: str | os.PathLike[str], optimizer: Optimizer | Wrapper, model: Module | None = None, strict: bool = True
+    directory: str | os.PathLike[str], optimizer: Any, model: Module | None = None, strict: bool = True
 ) -> tuple[Path, dict[str, Any]] | None:
     """Load the newest checkpoint in ``directory`` that can be read; None if there is no checkpoint at all.
 

@@ -27,12 +27,9 @@ from shardstep.params.builder import blank_state
 from shardstep.params.local_optimizer import options_of
 from shardstep.params.master_modes import can_be_master
 from shardstep.params.pieces import whole_pieces
-from shardstep.params.tensor_subclasses import classes_in, name_of
-from shardstep.state import named, plain
-from shardstep.state.held import HeldParameters
-from shardstep.state.names import names_of
-from shardstep.state.state_dicts import ShardedOptimizer
-from shardstep.state.wrappers import unwrapped
+from shardstep.state.dicts import ShardedOptimizer, load_local, unwrapped
+from shardstep.state.names import from_named, names_of
+from shardstep.state.subclasses import classes_in, name_of
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +49,7 @@ class OptimizerAdapter(Protocol):
         """The optimizer that holds the state."""
 
     @property
-    def held(self) -> HeldParameters: ...
+    def held(self) -> Any: ...
 
     @property
     def ranks(self) -> RankGroups:
@@ -153,9 +150,9 @@ class PlainAdapter:
 
     def load(self, form: dict[str, Any], model: Module | None, strict: bool) -> None:
         names = names_of(self.optimizer.param_groups, model)
-        parts = named.loadable(form, self.optimizer.param_groups, names, self.held, strict)
-        loaded = plain.load_pieces(*parts, self.held, self.optimizer)
-        self.held.take_masters(loaded.masters.weights)
+        held: Any = self.held
+        loadable = from_named(form, self.optimizer.param_groups, names, held, strict)
+        self.held.take_masters(load_local(loadable, held, self.optimizer).masters)
 
 
 class WholeParameters:

@@ -12,7 +12,7 @@ from torch.nn import Module, Parameter
 
 from shardstep.checkpoint.adapter import OptimizerAdapter
 from shardstep.checkpoint.keys import EXTRA, GROUPS, MODEL, OPTIM, STATE
-from shardstep.checkpoint.leaves import is_tensor_tree, leaved, with_leaves
+from shardstep.checkpoint.leaves import is_tensor_tree, leaved, map_leaves, with_leaves
 from shardstep.checkpoint.snapshot import Snapshot
 from shardstep.comm.codec import plain_option
 from shardstep.comm.process_group import Group
@@ -21,9 +21,9 @@ from shardstep.layout.shares import Share
 from shardstep.layout.specs import Piece
 from shardstep.params.dtensors import plain_tensor
 from shardstep.params.memory_order import order_of
-from shardstep.state import named
+from shardstep.state import names as named
 from shardstep.state.names import clean, names_of, unwrapped
-from shardstep.state.shard import StateShard, shard_of_range, shard_of_whole
+from shardstep.state.shards import StateShard, shard_of_range, shard_of_whole
 
 
 @dataclass
@@ -44,9 +44,9 @@ class Contribution:
         rest, state = {**self.form, OPTIM: {**self.form[OPTIM]}}, self.form[OPTIM][STATE]
         del rest[OPTIM][STATE]
         with self.abandoned_on_failure():
-            form = named.map_leaves(rest, snapshot.copied)
+            form = map_leaves(rest, snapshot.copied)
             snapshot.hold_back()
-            form[OPTIM][STATE] = named.map_leaves(state, snapshot.copied)
+            form[OPTIM][STATE] = map_leaves(state, snapshot.copied)
             hold_state(snapshot.seal())
         self.form, self.snapshot = form, snapshot if snapshot.is_under_way else None
 

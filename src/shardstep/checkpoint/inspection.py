@@ -22,7 +22,7 @@ from shardstep.checkpoint.storage.manifest import CheckpointError
 from shardstep.checkpoint.storage.reader import SafeLoadPlanner
 from shardstep.checkpoint.storage.torch_file import bytes_in
 from shardstep.comm.codec import dtype_name
-from shardstep.state.master_weights import MASTER
+from shardstep.state.shards import MASTER
 
 Progress = Callable[[int], None]  # called with bytes done
 _RANK_IN_NAME = re.compile(r"__(\d+)_\d+\.distcp$")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from shardstep.checkpoint.storage import dcp_versions
-from shardstep.state.shard import StateShard
+from shardstep.state.shards import StateShard
 
 
 class Leaf:
@@ -49,12 +49,12 @@ def is_tensor_tree(value: Any) -> bool:
 
 
 def _whole_tensor(shard: StateShard) -> Tensor:
-    if len(shard.parts) != 1 or shard.parts[0].tensor.shape != shard.shape:
+    if shard.local.shape != shard.shape:
         raise TypeError(
             "state of a cut parameter expects dicts with texts as keys, because others cannot be divided. Build the "
             "optimizer with shard='tensor'."
         )
-    return shard.parts[0].tensor
+    return shard.local.detach()
 
 
 def _on_host(value: Any) -> Any:
@@ -78,3 +78,12 @@ class LeafPlanner(dcp_versions.SavePlanner):
                     f"{type(object).__qualname__}, which cannot be loaded without running code. Save its plain data."
                 ) from error
         return data
+
+
+def map_leaves(value: Any, change: Callable[[Any], Any]) -> Any:
+    """A tree of dicts, lists and tuples with every leaf changed. Tuples become lists: DCP looks into those only."""
+    if isinstance(value, Mapping):
+        return {key: map_leaves(item, change) for key, item in value.items()}
+    if isinstance(value, list) or (isinstance(value, tuple) and any(isinstance(item, Tensor) for item in value)):
+        return [map_leaves(item, change) for item in value]
+    return change(value)

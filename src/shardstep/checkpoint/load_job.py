@@ -20,9 +20,8 @@ from shardstep.checkpoint.open_checkpoint import Checkpoint
 from shardstep.checkpoint.storage.manifest import CheckpointError
 from shardstep.comm.consensus import RankFailed
 from shardstep.params.masters import ROUNDING
-from shardstep.state import named
-from shardstep.state.named import Differences
-from shardstep.state.names import names_of, positions_of, saved_names
+from shardstep.state import names as named
+from shardstep.state.names import Differences, names_of, positions_of, saved_names
 
 CALL = "checkpoint.load"
 _OF_SCHEDULERS = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}  # written into groups
@@ -139,4 +138,6 @@ class LoadJob:
         """The form with the optimizer's names for parameters."""
         names = names_of(self._adapted.optimizer.param_groups, self._model)
         called = self._names(form[GROUPS])
-        return named.renamed(form, {called[param]: name for param, name in names.items()})
+        new = {called[param]: name for param, name in names.items()}
+        groups = [{**group, "params": [new.get(one, one) for one in group["params"]]} for group in form[GROUPS]]
+        return {STATE: {new.get(name, name): value for name, value in form[STATE].items()}, GROUPS: groups}

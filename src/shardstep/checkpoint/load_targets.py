@@ -18,17 +18,15 @@ from shardstep.checkpoint.storage.reader import put
 from shardstep.layout.specs import ParamSpec, Piece
 from shardstep.params.dtensors import plain_tensor
 from shardstep.params.memory_order import empty_in_order
-from shardstep.state import named
-from shardstep.state.held import HeldParameters
-from shardstep.state.named import Differences
-from shardstep.state.names import clean, saved_names, unwrapped
-from shardstep.state.shard import StateShard, shard_of_range, shard_of_whole
+from shardstep.state import names as named
+from shardstep.state.names import Differences, clean, saved_names, unwrapped
+from shardstep.state.shards import StateShard, shard_of_range, shard_of_whole
 
 
 class StateTargets:
     """Places for the state of this rank's pieces."""
 
-    def __init__(self, checkpoint: Checkpoint, held: HeldParameters, differences: Differences) -> None:
+    def __init__(self, checkpoint: Checkpoint, held: Any, differences: Differences) -> None:
         self._checkpoint, self._held = checkpoint, held
         self._saved = checkpoint.states()
         self._misshapen = differences.misshapen  # what does not fit is added to it

@@ -11,15 +11,11 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from shardstep.checkpoint.keys import MODEL
 from shardstep.checkpoint.open_checkpoint import Checkpoint
-from shardstep.state.held import HeldParameters
-from shardstep.state.master_weights import MASTER, place_for_master
 from shardstep.state.names import saved_names
-from shardstep.state.shard import StateShard
+from shardstep.state.shards import MASTER, StateShard, shard_of_range, shard_of_whole
 
 
-def add_masters_of_model(
-    checkpoint: Checkpoint, held: HeldParameters, names: Mapping[Tensor, str], state: dict[str, Any]
-) -> None:
+def add_masters_of_model(checkpoint: Checkpoint, held: Any, names: Mapping[Tensor, str], state: dict[str, Any]) -> None:
     """Where a parameter has no master, and its model was saved in float32, read the master from there.
 
     Also of parameters without state: they were not stepped yet, or the optimizer's class makes none.
@@ -49,3 +45,11 @@ def add_masters_of_model(
         checkpoint.read_into({MODEL: dict(targets)})
     for there, target in targets.items():
         entries[there][MASTER] = target
+
+
+def place_for_master(spec: Any, piece: Any, device: torch.device) -> StateShard:
+    """New memory to read the master of this rank's piece of a parameter into."""
+    local = torch.empty(piece.numel, dtype=torch.float32, device=device)
+    if piece.whole:
+        return shard_of_whole(local.view(spec.shape), blank=True)
+    return shard_of_range(spec.shape, piece.start, piece.stop, local, blank=True)

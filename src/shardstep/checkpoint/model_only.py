@@ -11,7 +11,7 @@ from shardstep.checkpoint.keys import EXTRA, MODEL
 from shardstep.checkpoint.load_targets import model_targets, settle
 from shardstep.checkpoint.model_swap import ModelSwap
 from shardstep.checkpoint.open_checkpoint import Checkpoint
-from shardstep.state.named import Differences
+from shardstep.state.names import Differences
 
 
 def read_extra(directory: Path) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_map_only
 from shardstep.checkpoint.leaves import Leaf
 from shardstep.comm.host_copies import BUFFER_BYTES, aligned, pinned_bytes, view_as
 from shardstep.comm.streams import Mark, SideStream, copy_stream, has_streams
-from shardstep.state.shard import StateShard
+from shardstep.state.shards import StateShard
 
 
 class _Strip(NamedTuple):
@@ -53,7 +53,7 @@ class Snapshot:
         if isinstance(leaf, Leaf):
             return Leaf(self._copied_tree(leaf.value))
         if isinstance(leaf, StateShard):
-            return leaf.map(self._copied)
+            return StateShard(leaf.shape, leaf.boxes, self._copied(leaf.local), leaf.writes, leaf.blank)
         if isinstance(leaf, Tensor):
             return self._copied(leaf.detach())
         return copy.deepcopy(leaf)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from shardstep.comm.byte_views import is_dense
 from shardstep.comm.collectives import GradBucket
 from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import open_side_group
@@ -178,7 +179,7 @@ def views_of(bucket: GradBucket, reduced: Tensor) -> list[tuple[Tensor, Tensor]]
     for param, gradient in zip(bucket.parameters(), bucket.gradients(), strict=True):
         elements = _elements(param, reduced)
         offset = gradient.storage_offset() - buffer.storage_offset() + elements.storage_offset()
-        stride = param.stride() if _is_dense(param) else gradient.stride()
+        stride = param.stride() if is_dense(param) else gradient.stride()
         views.append((param, elements.as_strided(gradient.size(), stride, offset)))
     return views
 
@@ -191,13 +192,3 @@ def _elements(param: Tensor, reduced: Tensor) -> Tensor:
     if not param.is_complex() or reduced.is_complex():
         return reduced
     return torch.view_as_complex(reduced.view(-1, 2))
-
-
-def _is_dense(param: Tensor) -> bool:
-    """Whether the elements lie side by side, in any order of the dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return False
-        expected *= size
-    return True

@@ -12,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardstep.comm.byte_views import flat_memory
 from shardstep.layout.specs import Bucket, Layout, Piece
-from shardstep.params.master_blocks import Blocks, Place, Run, copied_numel, flat_memory, runs_of
+from shardstep.params.master_blocks import Blocks, Place, Run, copied_numel, runs_of
 from shardstep.params.master_modes import MasterMode
 from shardstep.params.pieces import span_of
 from shardstep.params.random_bits import Counters, Draw, RandomBits, Segment, key_of

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from shardstep.comm.byte_views import dense_stride
 from shardstep.layout.specs import Bucket, Layout
-from shardstep.params.memory_order import order_of
 
 
 class BucketViews:
@@ -38,8 +38,8 @@ class BucketViews:
             # In the order of its memory: a DDP that was built before has its gradient in that order.
             like = self._views.get(index, params[index])
             span = buffer[offset : offset + size]
-            view = span.view(like.shape) if order_of(like) is None else span.as_strided(like.shape, like.stride())
-            self._views[index] = view
+            stride = dense_stride(like)
+            self._views[index] = span.view(like.shape) if stride is None else span.as_strided(like.shape, stride)
         return buffer
 
     def bind(self, params: Mapping[int, Tensor]) -> None:

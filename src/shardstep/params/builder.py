@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardstep.layout.specs import ParamSpec
-from shardstep.params import groups, tensor_subclasses
+from shardstep.params import groups
 from shardstep.params.local_optimizer import inner_optimizers, options_of, run_step, undisturbed
 from shardstep.params.master_modes import MasterMode, mode_of
 from shardstep.params.probe import Verdict, examine
+from shardstep.state import subclasses
 
 logger = logging.getLogger(__name__)
 NOTHING_TO_PROBE = Verdict(False, True, "it has nothing to probe")
@@ -181,14 +182,14 @@ class OptimizerBuilder:
     def find_state_class(self, spec: ParamSpec, param: Tensor, name: str) -> type | None:
         """The tensor subclass of that name which the optimizer makes as state: of ``param``, if of no other."""
         for found in (kind for verdict in self._verdicts for kind in verdict.subclasses):
-            self._state_classes[tensor_subclasses.name_of(found)] = found
+            self._state_classes[subclasses.name_of(found)] = found
         if name not in self._state_classes:
             try:
                 blank = self.blank_state(spec, param, self._options)
             except Exception:  # it cannot be asked so: then it is not known to make any
                 return None
-            for found in tensor_subclasses.classes_in(blank):
-                self._state_classes[tensor_subclasses.name_of(found)] = found
+            for found in subclasses.classes_in(blank):
+                self._state_classes[subclasses.name_of(found)] = found
         return self._state_classes.get(name)
 
 

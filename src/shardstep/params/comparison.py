@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from shardstep.comm.byte_views import bytes_of
-from shardstep.params.tensor_subclasses import is_subclass
+from shardstep.state.subclasses import is_subclass
 
 MISSING = object()  # stands for a value that one side does not have
 _SHORT = 60

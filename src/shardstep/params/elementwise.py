@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from shardstep.params.comparison import close, equal, tensors_in
-from shardstep.params.tensor_subclasses import is_subclass
 from shardstep.params.trials import EARLY, STEPS, Build, gradients_of_range, run_trial, scattered
+from shardstep.state.subclasses import is_subclass
 
 # A multiple of every usual block, and with both sides multiples: what quantizes only such tensors does it here.
 LARGE_SHAPE = (128, 128)

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from shardstep.comm.byte_views import flat_memory
+
 _ON_CPU, _ELSEWHERE = 1 << 17, 1 << 22  # elements
 _ALIGNMENT = 64  # elements: blocks begin where kernels like it
 
@@ -126,16 +128,6 @@ class Blocks:
         """Have the parameters as they are in the blocks."""
         for copies in self._copies:
             copies.write()
-
-
-def flat_memory(tensor: Tensor) -> Tensor | None:
-    """The elements of a tensor in the order of its memory, 1D, if they lie side by side; else None."""
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and stride != expected:
-            return None
-        expected *= size
-    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def _copies(run: Run, narrow: Tensor) -> Copies:

@@ -24,7 +24,6 @@ from shardstep.params import refusals
 from shardstep.params.comparison import equal
 from shardstep.params.elementwise import LARGE_SHAPE, PHASE, why_not_elementwise
 from shardstep.params.local_optimizer import undisturbed, unhooked_step
-from shardstep.params.tensor_subclasses import classes_in
 from shardstep.params.trials import (
     EARLY,
     Subject,
@@ -37,6 +36,7 @@ from shardstep.params.trials import (
     scattered,
     seed,
 )
+from shardstep.state.subclasses import classes_in
 
 # Two of them alike: some optimizers stack tensors of one shape.
 _SMALL_SHAPES = ((24, 16), (8, 40), (24, 16))

@@ -38,7 +38,9 @@ class Progress:
         self._depth = 0  # of steps inside of one another
         self.has_state = False  # whether any rank may hold optimizer state
         self.gathers_started = 0  # so far: after a failure the ranks compare it
-        self.collected: Any = None  # the full state, until it changes
+        self.consolidated_to: tuple[int, ...] = ()  # the ranks that have the full state, until it changes
+        self.states: dict[Any, Any] = {}  # the full state, on those ranks
+        self.recipient = 0  # the rank that collected the state last, and so will save it
         # On accelerators: when what a save in the background copies of the state is copied. Who changes it waits.
         self.copies = Marks()
         self.is_captured = False  # a step went into a graph: nobody tells us when that is replayed
@@ -81,7 +83,12 @@ class Progress:
 
     def changed(self, has_state: bool = True) -> None:
         """The optimizer's state is another one now: what was collected is stale, and its memory is freed."""
-        self.collected, self.has_state = None, has_state
+        self.consolidated_to, self.states, self.has_state = (), {}, has_state
+
+    def consolidated(self, to: int, states: dict[Any, Any]) -> None:
+        """Rank ``to`` has the full state. Ranks that collected the same state before keep theirs."""
+        self.consolidated_to = (*(rank for rank in self.consolidated_to if rank != to), to)
+        self.states, self.recipient = states or self.states, to
 
     def _become(self, state: StepState) -> None:
         if state not in _NEXT[self._state]:

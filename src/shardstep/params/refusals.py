@@ -22,8 +22,8 @@ from shardstep.params.comparison import (
     tensors_in,
     unlike,
 )
-from shardstep.params.tensor_subclasses import is_subclass, opened
 from shardstep.params.trials import EARLY, STEPS, Subject, Trial, begin, go_on, gradients, run_trial, scattered, seed
+from shardstep.state.subclasses import is_subclass, opened
 
 _CARRIED = ("state", "param_groups")  # of a state dict
 _OTHER_NUMBERS = 1000  # a phase that no other tensor has

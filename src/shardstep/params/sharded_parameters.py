@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from shardstep.comm import collectives
+from shardstep.comm.byte_views import dense_stride
 from shardstep.comm.process_group import Group
 from shardstep.comm.rank_groups import RankGroups
 from shardstep.comm.shared_memory import SharedMemoryRing, open_ring
@@ -30,7 +31,6 @@ from shardstep.params.dtensors import LocalParameter, have_moved, local_paramete
 from shardstep.params.local_optimizer import options_of
 from shardstep.params.master_modes import MasterMode, MasterSettings
 from shardstep.params.masters import Masters
-from shardstep.params.memory_order import order_of
 from shardstep.params.memory_watch import MemoryWatch
 from shardstep.params.model_search import check_in_a_module, is_in_a_module
 from shardstep.params.pieces import LocalPieces
@@ -381,6 +381,6 @@ class ShardedParameters:
             **(further or {}),
         }
         if self._views is not None:  # what lies in its order in one buffer is gathered as it lies
-            orders = ((index, order_of(param)) for index, param in self.params.items())
-            settings["memory format of parameters"] = str({index: order for index, order in orders if order})
+            strides = ((index, dense_stride(param)) for index, param in self.params.items())
+            settings["memory format of parameters"] = str({index: stride for index, stride in strides if stride})
         return [("argument", settings), *group_forms.facts_of(param_groups, self.layout.specs)]

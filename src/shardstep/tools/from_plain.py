@@ -13,14 +13,14 @@ from torch import Tensor
 from shardstep.checkpoint import keys
 from shardstep.checkpoint.contribution import Contribution
 from shardstep.checkpoint.keys import GROUPS, OPTIM, STATE
+from shardstep.checkpoint.leaves import map_leaves
 from shardstep.checkpoint.save_job import SaveJob
 from shardstep.checkpoint.storage.manifest import CheckpointError
 from shardstep.comm.consensus import RankConsensus
 from shardstep.comm.process_group import alone
-from shardstep.params import tensor_subclasses
-from shardstep.state.named import map_leaves
-from shardstep.state.plain import OLD_MARK
-from shardstep.state.shard import shard_of_whole
+from shardstep.state import subclasses
+from shardstep.state.dicts import OLD_MARK
+from shardstep.state.shards import shard_of_whole
 
 Progress = Callable[[int], None]  # called with bytes done
 
@@ -128,8 +128,7 @@ def _contribution_of(form: Mapping[str, Any]) -> Contribution:
         for group in form[GROUPS]
     ]
     state = {
-        names.get(key, str(key)): map_leaves(tensor_subclasses.opened(entry), _whole)
-        for key, entry in form[STATE].items()
+        names.get(key, str(key)): map_leaves(subclasses.opened(entry), _whole) for key, entry in form[STATE].items()
     }
     return Contribution({OPTIM: {STATE: state, GROUPS: groups}})
 

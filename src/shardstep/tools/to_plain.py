@@ -22,7 +22,7 @@ from shardstep.checkpoint.storage.manifest import CheckpointError
 from shardstep.checkpoint.storage.reader import put
 from shardstep.checkpoint.storage.torch_file import WINDOW_BYTES, bytes_in, memory_of, patch_checksums
 from shardstep.comm.codec import is_live_only
-from shardstep.params import tensor_subclasses
+from shardstep.state import subclasses
 from shardstep.tools.float32_model import masters_for, wide_dtype
 from shardstep.tools.windows import windows_of
 
@@ -66,7 +66,7 @@ def to_plain(directory: Path, target: Path, key: str, progress: Progress, *, mas
         os.replace(beside, target)
     finally:
         beside.unlink(missing_ok=True)
-    if any(path[-1] == tensor_subclasses.MARK for path in checkpoint.paths.values() if path[: len(root)] == root):
+    if any(path[-1] == subclasses.MARK for path in checkpoint.paths.values() if path[: len(root)] == root):
         return (
             f"{directory} holds state of tensor subclasses (quantized state, say), which needs their classes. {target} "
             "has the plain tensors that it consists of: ZeroRedundancyOptimizer.load_state_dict takes them. A plain "

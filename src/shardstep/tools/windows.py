@@ -10,7 +10,7 @@ from torch import Tensor
 
 from shardstep.checkpoint.open_checkpoint import Checkpoint
 from shardstep.checkpoint.storage.torch_file import WINDOW_BYTES
-from shardstep.state.shard import shard_of_range, shard_of_whole
+from shardstep.state.shards import shard_of_range, shard_of_whole
 
 _GLANCE = 1024  # elements
 

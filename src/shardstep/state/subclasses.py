@@ -1,25 +1,26 @@
-"""State that is a tensor subclass, such as quantized moments: carried whole, as the plain tensors that it consists of.
+"""State that is a tensor subclass, such as quantized moments: kept whole, and saved as the plain tensors inside.
 
 ``opened`` takes it apart with the class's own ``__tensor_flatten__``; ``closed`` puts it together again with
-``__tensor_unflatten__``. What arrives never decides the class: a file or another rank gives a name, and the class is
-one that the live optimizer makes, or nothing is loaded.
+``__tensor_unflatten__``. The data never chooses the class: a file or another rank gives a name, and only a class that
+the live optimizer makes is built from it.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardstep.comm.codec import decode, encode
 
-# The key, in a dict of plain tensors, of what subclass they were, as JSON. No optimizer has such a key.
+# The key, in a dict of plain tensors, of the subclass they came from, as JSON. No optimizer has such a key.
 MARK = "shardstep_subclass"
 
-FindClass = Callable[[str], type | None]  # the class of that name which the live optimizer makes
+FindClass = Callable[[str], type | None]  # the class of that name that the live optimizer makes
 
 
 def is_subclass(value: Any) -> bool:
@@ -31,34 +32,16 @@ def name_of(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def classes_in(value: Any) -> Iterator[type]:
-    """The tensor subclasses in a tree, and inside of one another."""
-    if isinstance(value, Mapping):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        for item in value:
-            yield from classes_in(item)
-    elif is_subclass(value):
-        yield type(value)
-        yield from classes_in([getattr(value, name) for name in value.__tensor_flatten__()[0]])
+def classes_in(tree: Any) -> Iterator[type]:
+    """The tensor subclasses in a tree, and those inside of them."""
+    for leaf in filter(is_subclass, tree_leaves(tree)):
+        yield type(leaf)
+        yield from classes_in([getattr(leaf, name) for name in leaf.__tensor_flatten__()[0]])
 
 
-def map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """A tree with its plain tensors changed; subclasses stay as they are."""
-    if isinstance(value, Mapping):
-        return {key: map_tensors(item, change) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map_tensors(item, change) for item in value)
-    return change(value) if isinstance(value, Tensor) and not is_subclass(value) else value
-
-
-def opened(value: Any) -> Any:
-    """A tree in which every tensor subclass is a dict of its tensors, over the same memory, with a mark."""
-    if isinstance(value, Mapping):
-        return {key: opened(item) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(map(opened, value))
-    return _opened(value) if is_subclass(value) else value
+def opened(tree: Any) -> Any:
+    """A tree in which every tensor subclass is a marked dict of its tensors, over the same memory."""
+    return tree_map(lambda leaf: _opened(leaf) if is_subclass(leaf) else leaf, tree)
 
 
 def _opened(tensor: Any) -> dict[str, Any]:
@@ -78,24 +61,19 @@ def _refuse_tensor(tensor: Tensor) -> int:
 
 def is_opened(value: Any) -> bool:
     """Whether a dict is a tensor subclass that was taken apart."""
-    return isinstance(value, Mapping) and MARK in value
+    return isinstance(value, dict) and MARK in value
 
 
-def closed(value: Any, find_class: FindClass, label: str) -> Any:
+def closed(tree: Any, find_class: FindClass, label: str) -> Any:
     """The inverse of ``opened``. ValueError if the live optimizer makes no such class.
 
     ``label``: whose state it is, for messages.
     """
-    if isinstance(value, Mapping):
-        items = {key: closed(item, find_class, label) for key, item in value.items()}
-        return _closed(items, find_class, label) if is_opened(items) else items
-    if type(value) in (list, tuple):
-        return type(value)(closed(item, find_class, label) for item in value)
-    return value
+    return tree_map(lambda leaf: _closed(leaf, find_class, label) if is_opened(leaf) else leaf, tree, is_leaf=is_opened)
 
 
 def _closed(parts: dict[str, Any], find_class: FindClass, label: str) -> Tensor:
-    tensors = {name: tensor for name, tensor in parts.items() if name != MARK}
+    tensors = {name: closed(part, find_class, label) for name, part in parts.items() if name != MARK}
     try:
         mark = json.loads(parts[MARK])
         name, shape, stride = str(mark["class"]), tuple(map(int, mark["shape"])), tuple(map(int, mark["stride"]))
