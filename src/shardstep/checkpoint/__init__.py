@@ -8,7 +8,6 @@ of parameters (``forms``).
 
 from __future__ import annotations
 
-import atexit
 import os
 import platform
 import secrets
@@ -119,7 +118,7 @@ def save(
     handle = SaveHandle(path, line.start(job.run))
     if asynchronous:
         kept["pending"] = handle
-        atexit.register(handle.finish)
+        handle.watch()
     else:
         handle.wait()
     return handle

@@ -76,14 +76,20 @@ def _read_small(path: Path) -> bytes:
         return stream.readall()
 
 
-class Summed(io.BufferedWriter):
-    """A file that is written and summed up."""
+class _Summed(io.FileIO):
+    """A file that is written and summed up, below Python's buffer."""
 
     crc, size = 0, 0
+    failure: OSError | None = None  # torch.save raises another error then
 
     def write(self, data: Any) -> int:
-        self.crc, self.size = zlib.crc32(data, self.crc), self.size + memoryview(data).nbytes
-        return super().write(data)
+        try:
+            count = super().write(data)
+        except OSError as error:
+            self.failure = OSError(error.errno, error.strerror, self.name)
+            raise
+        self.crc, self.size = zlib.crc32(memoryview(data)[:count], self.crc), self.size + count
+        return count
 
 
 class CheckedFileSystem(FileSystem):
@@ -96,11 +102,17 @@ class CheckedFileSystem(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         path = Path(path)
         if mode != "wb":
-            with open_regular(path) as stream:
+            with io.BufferedReader(open_regular(path)) as stream:
                 yield stream
             return
-        with Summed(io.FileIO(path, "wb")) as summed:
-            yield summed
+        summed = _Summed(path, "wb")
+        try:
+            with io.BufferedWriter(summed, _WINDOW) as stream:
+                yield stream
+        except (OSError, RuntimeError):
+            if summed.failure is not None:
+                raise summed.failure from None
+            raise
         self.written[path.name] = FileSum(summed.size, f"{summed.crc:08x}")
 
 

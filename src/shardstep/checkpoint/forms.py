@@ -288,6 +288,9 @@ class OptimizerPlaces:
             path = checkpoint.paths[fqn]
             if path[:depth] == (*self._root, STATE) and len(path) > depth:
                 self._saved.setdefault(path[depth], {})[path[depth + 1 :]] = entry
+        prefix = "".join(f"{part}." for part in self._root[1:])
+        known = checkpoint.manifest.parameters if checkpoint.manifest is not None else {}
+        self._shapes = {name.removeprefix(prefix): known[name] for name in known if name.startswith(prefix)}
         self.groups = self._read_groups()
         self._check_options()
         self.called = self._called()
@@ -363,7 +366,7 @@ class OptimizerPlaces:
                 differences.misshapen.append(f"{name} (saved for {saved}, is {held.shape})")
             elif held.like is not None and name in self._saved:
                 self._add_places(state, name, held, differences)
-        known = {*self.called.values(), *self._parameters()}
+        known = {*self.called.values(), *self._shapes}
         known.update(name for group in self.groups for name in group["params"])
         for name in self._saved.keys() - known:
             tree: Any = self._checkpoint.skeleton(*self._root, STATE, name)
@@ -387,17 +390,10 @@ class OptimizerPlaces:
             size = _size_of(entry)
             put(state, (name, *path), None if size is None else held.place(size, entry.properties.dtype, order))
 
-    def _parameters(self) -> dict[str, tuple[int, ...]]:
-        """The optimizer's parameters and their shapes, if the manifest has them."""
-        prefix = "".join(f"{part}." for part in self._root[1:])
-        known = self._checkpoint.manifest.parameters if self._checkpoint.manifest is not None else {}
-        return {name.removeprefix(prefix): shape for name, shape in known.items() if name.startswith(prefix)}
-
     def _shape_of(self, name: str, dimensions: int) -> tuple[int, ...] | None:
         """The shape that a parameter had when it was saved, as far as the checkpoint says."""
-        known = self._parameters()
-        if name in known:
-            return known[name]
+        if name in self._shapes:
+            return self._shapes[name]
         if (size := _size_of(self._checkpoint.entries.get(f"{MODEL}.{name}"))) is not None:
             return size
         # Two moments of one shape have the parameter's; a lone tensor may not.

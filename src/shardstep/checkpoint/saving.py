@@ -15,7 +15,6 @@ These say so on the store. After that nobody can save any more: the job has to s
 
 from __future__ import annotations
 
-import atexit
 import io
 import json
 import logging
@@ -110,9 +109,12 @@ class Line:
 
     def look(self) -> str:
         """What another rank has told, if one has."""
-        if self.process_group is None or not self._store.check([self._key]):
+        if self.process_group is None:
             return ""
-        return self._store.get(self._key).decode()
+        try:
+            return self._store.get(self._key).decode() if self._store.check([self._key]) else ""
+        except RuntimeError as error:
+            return f"{CALL} failed: the key-value store of the job does not answer ({error})"
 
 
 class Told(Exception):
@@ -216,11 +218,7 @@ class Writer(dcp.FileSystemWriter):
         self._orders, self._commit = orders, commit
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> TorchFuture[list[Any]]:
-        try:
-            results: list[Any] = super().write_data(plan, planner).value()
-        except OSError as error:
-            error.filename = error.filename or str(self.path)  # a write knows only its descriptor
-            raise
+        results: list[Any] = super().write_data(plan, planner).value()
         done: TorchFuture[list[Any]] = TorchFuture()
         done.set_result([*results, (self._checked.written, self._orders)])
         return done
@@ -389,9 +387,12 @@ class SaveHandle:
         self.reported = False  # whether ``wait`` has raised what failed
         self._task = task
 
-    def finish(self) -> None:
-        """Wait at the end of the program, and say what nobody has asked for."""
-        if (error := self.failure()) is not None and not self.reported:
+    def watch(self) -> None:
+        """Have a thread wait, which the end of the program waits for, and log what fails."""
+        threading.Thread(target=self._log_failure, name="shardstep-save-watch").start()
+
+    def _log_failure(self) -> None:
+        if (error := self.failure()) is not None:
             _log.error("the checkpoint %s could not be saved: %s", self.directory, error)
 
     def done(self) -> bool:
@@ -415,5 +416,4 @@ class SaveHandle:
         if self._task is None:
             return None
         self._task.wait()
-        atexit.unregister(self.finish)
         return self._task.error
