@@ -243,10 +243,9 @@ def export_model(directory: str | os.PathLike[str], file: str | os.PathLike[str]
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
         form = checkpoint.skeleton(MODEL, make=files.mapped_in(folder))
         tensors = {key: value for key, value in form[MODEL].items() if isinstance(value, Tensor)}
-        if masters:
-            tensors |= forms.read_masters(checkpoint, tensors, files.mapped_in(folder))
-        checkpoint.read_into({MODEL: {key: tensors[key] for key in tensors}})
-        save_file(tensors, os.path.join(folder, "file"), metadata={"format": "pt"})
+        wide = forms.read_masters(checkpoint, tensors, files.mapped_in(folder)) if masters else {}
+        checkpoint.read_into({MODEL: {key: value for key, value in tensors.items() if key not in wide}})
+        save_file({**tensors, **wide}, os.path.join(folder, "file"), metadata={"format": "pt"})
         os.replace(os.path.join(folder, "file"), target)
 
 
