@@ -23,8 +23,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import shardstep
-from shardstep import checkpoint
-from shardstep.tools import cli
+from shardstep import checkpoint, cli
 from tests.checkpoints import Weights, everything_in, plain, sharded, step
 from tests.fixtures.scenarios import SAVED
 from tests.harness import run_ranks
@@ -228,7 +227,7 @@ def test_state_that_is_not_there_is_told(tmp_path, capsys):
 MEASURED = """
 import sys
 from pathlib import Path
-from shardstep.tools import cli
+from shardstep import cli
 def status(field):
     rows = Path("/proc/self/status").read_text().splitlines()
     return next(int(row.split()[1]) for row in rows if row.startswith(field))
@@ -332,10 +331,10 @@ def test_verify_reads_every_byte_of_what_dcp_wrote_too(tmp_path, capsys):
 
 # --- processes of their own -------------------------------------------------------------------------------------------
 
-SHARDSTEP = [sys.executable, "-m", "shardstep.tools.cli"]
+SHARDSTEP = [sys.executable, "-m", "shardstep"]
 MANY = """
 import json, sys
-from shardstep.tools.cli import main
+from shardstep.cli import main
 for arguments in json.loads(sys.argv[1]):
     print(main(arguments), end=" ", flush=True)
 """
@@ -383,7 +382,7 @@ def test_output_that_nobody_reads_or_that_cannot_be_written(place):
 INTERRUPTED = """
 import os, signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever runs the tests in the background ignores it
-from shardstep.tools import cli
+from shardstep import cli
 def touched(event, arguments):
     if event == "open" and "__0_0.distcp" in str(arguments[0]):
         os.kill(os.getpid(), signal.SIGINT)

@@ -18,8 +18,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import SGD, AdamW
 
-from shardstep import ZeroRedundancyOptimizer, checkpoint
-from shardstep.tools import cli
+from shardstep import ZeroRedundancyOptimizer, checkpoint, cli
 from tests.harness import run_ranks
 from tests.oracle import assert_same, values
 from tests.ranks.test_masters import KEPT, SMALL, rounded

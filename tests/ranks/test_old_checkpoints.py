@@ -20,8 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardstep import checkpoint
-from shardstep.tools import cli
+from shardstep import checkpoint, cli
 from tests.checkpoints import everything_in, once
 from tests.fixtures.scenarios import END, EXTRA, LOADING, SAVED, SAVED_AT, SCENARIOS, Program
 from tests.harness import run_ranks

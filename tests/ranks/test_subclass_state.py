@@ -12,9 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import SGD
 
-from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep import ZeroRedundancyOptimizer, checkpoint, cli
 from shardstep.state import subclasses
-from shardstep.tools import cli
 from tests.differential.configurations import Packed
 from tests.differential.eight_bits import EightBits
 from tests.harness import run_ranks
@@ -139,7 +138,7 @@ def test_a_file_is_converted_with_the_module_of_its_class_imported_and_refused_w
     torch.save(plain.state_dict(), tmp_path / "file")
 
     def convert(*more):
-        command = [sys.executable, "-m", "shardstep.tools.cli", "convert", tmp_path / "file", tmp_path / "saved", *more]
+        command = [sys.executable, "-m", "shardstep", "convert", tmp_path / "file", tmp_path / "saved", *more]
         return subprocess.run(command, capture_output=True, text=True)
 
     done = convert()

@@ -327,9 +327,9 @@ def put(tree: Any, path: tuple[Any, ...], value: Any) -> None:
 class Checkpoint:
     """A checkpoint directory that is open for reading."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, reader: type[Reader] = Reader) -> None:
         self.directory = directory
-        self.reader = Reader(directory)
+        self.reader = reader(directory)
         self.metadata = self.reader.read_metadata()
         self.manifest = self.reader.manifest
         self.entries = self.metadata.state_dict_metadata  # by key, DCP's description
