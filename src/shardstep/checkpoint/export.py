@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed._shard._utils import narrow_tensor_by_index
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
@@ -177,28 +176,27 @@ class MappedReader(Reader):
         rest = []
         for item in plan.items:
             is_large = item.type == LoadItemType.TENSOR and self.storage_data[item.storage_index].length >= _LARGE
-            if not is_large or not self._copy(item, planner):
+            if is_large and torch.__version__ >= "2.7":  # torch 2.6 does not skip the data
+                self._copy(item, planner)
+            else:
                 rest.append(item)
         return super().read_data(replace(plan, items=rest), planner)
 
-    def _copy(self, item: ReadItem, planner: LoadPlanner) -> bool:
-        """Whether it could be copied: torch 2.6 does not say where in a file the data of a tensor is."""
+    def _copy(self, item: ReadItem, planner: LoadPlanner) -> None:
         info = self.storage_data[item.storage_index]
         with open_regular(Path(self.path) / info.relative_path) as stream:
-            with FakeTensorMode():
+            with torch.serialization.skip_data():
                 like = torch.load(self._slice_file(stream, info), map_location="cpu", weights_only=True)
-            start, size = getattr(like.untyped_storage(), "_checkpoint_offset", None), like.untyped_storage().nbytes()
-            if start is None:
-                return False
-            if start + size > info.length:
+            start = torch._C.PyTorchFileReader(self._slice_file(stream, info)).get_record_offset("data/0")
+            if start + like.untyped_storage().nbytes() > info.length:
                 raise CheckpointError(f"{str(stream.name)!r} is damaged: a tensor is larger than what is stored of it")
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        flat = torch.frombuffer(mapped, dtype=like.dtype, count=size // like.dtype.itemsize, offset=info.offset + start)
+        count = like.untyped_storage().nbytes() // like.dtype.itemsize
+        flat = torch.frombuffer(mapped, dtype=like.dtype, count=count, offset=info.offset + start)
         tensor = flat.as_strided(like.shape, like.stride(), like.storage_offset())
         target = planner.resolve_tensor(item).detach()
         target.copy_(narrow_tensor_by_index(tensor, item.storage_offsets, item.lengths).view(target.shape))
         planner.commit_tensor(item, target)
-        return True
 
 
 # --- masters ----------------------------------------------------------------------------------------------------------
