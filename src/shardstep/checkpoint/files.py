@@ -23,7 +23,7 @@ import time
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,14 +76,20 @@ def _read_small(path: Path) -> bytes:
         return stream.readall()
 
 
-class Summed(io.BufferedWriter):
-    """A file that is written and summed up."""
+class _Summed(io.FileIO):
+    """A file that is written and summed up, below Python's buffer."""
 
     crc, size = 0, 0
+    failure: OSError | None = None  # torch.save raises another error then
 
     def write(self, data: Any) -> int:
-        self.crc, self.size = zlib.crc32(data, self.crc), self.size + memoryview(data).nbytes
-        return super().write(data)
+        try:
+            count = super().write(data)
+        except OSError as error:
+            self.failure = OSError(error.errno, error.strerror, self.name)
+            raise
+        self.crc, self.size = zlib.crc32(memoryview(data)[:count], self.crc), self.size + count
+        return count
 
 
 class CheckedFileSystem(FileSystem):
@@ -96,12 +102,17 @@ class CheckedFileSystem(FileSystem):
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
         path = Path(path)
         if mode != "wb":
-            with open_regular(path) as stream:
+            with io.BufferedReader(open_regular(path)) as stream:
                 yield stream
             return
-        with Summed(io.FileIO(path, "wb")) as summed:
-            yield summed
-            summed.flush()
+        summed = _Summed(path, "wb")
+        try:
+            with io.BufferedWriter(summed, _WINDOW) as stream:
+                yield stream
+        except (OSError, RuntimeError):
+            if summed.failure is not None:
+                raise summed.failure from None
+            raise
         self.written[path.name] = FileSum(summed.size, f"{summed.crc:08x}")
 
 
@@ -284,14 +295,16 @@ class Reader(dcp.FileSystemReader):
                 f"{type(error).__name__}: {error}"
             ) from error
 
-    def damaged_items(self, progress: Progress | None = None) -> Iterator[str]:
-        """Without a manifest: what is wrong according to the checksums that the items' own archives have."""
-        infos = sorted(self.read_metadata().storage_data.values(), key=lambda info: (info.relative_path, info.offset))
-        for info in infos:
+    def damaged_items(self, keys: Collection[str], progress: Progress | None = None) -> Iterator[str]:
+        """What is wrong with some items, according to the checksums that their own archives have."""
+        storage = self.read_metadata().storage_data.items()
+        infos = [info for index, info in storage if index.fqn in keys]
+        for info in sorted(infos, key=lambda info: (info.relative_path, info.offset)):
             path = Path(self.path) / info.relative_path
             try:
-                with open_regular(path) as stream, zipfile.ZipFile(self._slice_file(stream, info)) as archive:
-                    damaged = archive.testzip()
+                with io.BufferedReader(open_regular(path)) as stream:
+                    stream.seek(info.offset)
+                    damaged = zipfile.ZipFile(io.BytesIO(stream.read(info.length))).testzip()
             except Exception as error:  # zipfile raises anything for what is no archive
                 damaged = f"{type(error).__name__}: {error}"
             if damaged is not None:
@@ -334,19 +347,32 @@ class Checkpoint:
         self.manifest = self.reader.manifest
         self.entries = self.metadata.state_dict_metadata  # by key, DCP's description
         self.paths = self.metadata.planner_data or {key: (key,) for key in self.entries}
+        self.orders = self.manifest.orders if self.manifest is not None else {}
 
     def digest(self) -> str:
         """The same on all ranks that read the same checkpoint."""
         return hashlib.sha256(_read_small(self.directory / METADATA)).hexdigest()
 
-    def skeleton(self, *root: str) -> dict[str, Any]:
-        """The part of the tree under ``root``, with tensors to read into and None for everything else."""
+    def model_entries(self) -> dict[str, Any]:
+        """The saved model: by name, DCP's description; None for a value that is a tree, which has several."""
+        found: dict[str, Any] = {}
+        for key, entry in self.entries.items():
+            root, *path = map(str, self.paths[key])
+            if root == MODEL:
+                found[path[0] if path else ""] = entry if len(path) == 1 else None
+        return found
+
+    def skeleton(self, *root: str, make: Callable[..., torch.Tensor] = torch.empty) -> dict[str, Any]:
+        """The part of the tree under ``root``, with tensors to read into and None for everything else.
+
+        ``make``: makes a tensor, of a size and ``dtype=``; for example one in a file that is mapped into memory.
+        """
         tree: dict[str, Any] = {}
         for key, entry in self.entries.items():
             path = self.paths[key]
             if path[: len(root)] == root:
                 is_tensor = isinstance(entry, TensorStorageMetadata)
-                put(tree, path, torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None)
+                put(tree, path, make(entry.size, dtype=entry.properties.dtype) if is_tensor else None)
         return tree
 
     def read_into(self, form: dict[str, Any], planner: LoadPlanner | None = None) -> None:
@@ -370,11 +396,26 @@ class Checkpoint:
     def problems(self, share: int = 0, shares: int = 1, progress: Progress | None = None) -> Iterator[str]:
         """What is wrong with its files, of which every byte is read. ``share``: with the files of one of the shares."""
         if self.manifest is None:
-            yield from self.reader.damaged_items(progress) if share == 0 else ()
+            yield from self.reader.damaged_items(set(sorted(self.entries)[share::shares]), progress)
             return
         for name, file in sorted(self.manifest.files.items())[share::shares]:
             if problem := problem_in_file(self.directory / name, file, progress):
                 yield problem
+
+
+def mapped_in(folder: str) -> Callable[..., torch.Tensor]:
+    """Makes tensors whose memory is in files, for ``skeleton``: as large as the disk, and not the host's memory."""
+
+    def make(size: Sequence[int], *, dtype: torch.dtype) -> torch.Tensor:
+        count = torch.Size(size).numel()
+        if count == 0:
+            return torch.empty(tuple(size), dtype=dtype)
+        name = os.path.join(folder, secrets.token_hex(8))
+        tensor = torch.from_file(name, shared=True, size=count, dtype=dtype).view(tuple(size))
+        os.unlink(name)  # the memory stays until nobody uses it any more
+        return tensor
+
+    return make
 
 
 def inner_error(error: BaseException) -> BaseException:

@@ -31,6 +31,7 @@ _RECORDS = (
     filesystem._StorageInfo,
 )
 _CLASSES: dict[tuple[str, str], Any] = {(kind.__module__, kind.__name__): kind for kind in _RECORDS}
+_FIELDS = {kind: {field.name for field in fields(kind)} for kind in _RECORDS}
 _DTYPES = {("torch", name): value for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 _PATHS = {"PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath", "Path"}
 _LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged")
@@ -45,7 +46,7 @@ class MetadataError(ValueError):
 def read(data: bytes) -> Metadata:
     """The metadata in a pickle, checked. MetadataError if that is not what it is."""
     try:
-        found = _Machine().run(data)
+        found = _interpret(data)
         if type(found) is not Metadata:
             raise MetadataError(f"it holds a {type(found).__name__}")
         for problem in _problems(found):
@@ -57,7 +58,7 @@ def read(data: bytes) -> Metadata:
     return found
 
 
-# --- a pickle machine that knows DCP's records only -------------------------------------------------------------------
+# --- a pickle machine that knows DCP's records only ------------------------------------------------------------------
 
 
 class _Nested(tuple):
@@ -66,111 +67,113 @@ class _Nested(tuple):
     __slots__ = ()
 
 
-def _tuple_of(items: list[Any]) -> tuple[Any, ...]:
-    if any(type(item) is _Nested for item in items):
-        raise MetadataError("tuples are nested too deeply")
-    return _Nested(items) if any(type(item) is tuple for item in items) else tuple(items)
+class _Name(tuple):
+    """The module and name of a class or function, in its place: nothing can be done with it but what is known."""
+
+    __slots__ = ()
 
 
-class _Machine:
-    """Interprets the opcodes of protocols 4 and 5 that Python writes for DCP's metadata. Any other one is refused."""
+def _interpret(data: bytes) -> Any:
+    """What Python has pickled, with protocol 4 or 5. Any opcode that DCP's metadata does not need is refused.
 
-    def __init__(self) -> None:
-        self._stack: list[Any] = []
-        self._marks: list[int] = []
-        self._memo: list[Any] = []
-
-    def run(self, data: bytes) -> Any:
-        for opcode, argument, _ in pickletools.genops(data):
-            step = _STEPS.get(opcode.name)
-            if step is None:
-                raise MetadataError(f"its pickle has the opcode {opcode.name}")
-            step(self, argument)
-        (found,) = self._stack
-        return found
-
-    def skip(self, argument: Any) -> None:
-        pass
-
-    def push(self, argument: Any) -> None:
-        self._stack.append(argument)
-
-    def mark(self, argument: Any) -> None:
-        self._marks.append(len(self._stack))
-
-    def memoize(self, argument: Any) -> None:
-        self._memo.append(self._stack[-1])
-
-    def fetch(self, position: int) -> None:
-        self._stack.append(self._memo[position])
-
-    def take(self, count: int | None = None) -> list[Any]:
-        """The last items of the stack: so many, or those since the last mark."""
-        start = self._marks.pop() if count is None else len(self._stack) - count
-        taken = self._stack[start:]
-        del self._stack[start:]
-        return taken
-
-    def append(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) is not list:
-            raise MetadataError("it appends to what is no list")
-        target.extend(items)
-
-    def set_items(self, items: list[Any]) -> None:
-        target = self._stack[-1]
-        if type(target) is not dict:
-            raise MetadataError("it sets an item of what is no dict")
-        for key, value in zip(items[::2], items[1::2], strict=True):
-            if type(key) is MetadataIndex:
-                _check_index(key)
-            elif type(key) is not str:
-                raise MetadataError(f"it has a {type(key).__name__} as a key")
-            target[key] = value
-
-    def find(self, argument: Any) -> None:
-        place = tuple(self.take(2))
-        if place in _DTYPES:
-            self.push(_DTYPES[place])
-        elif place in _CLASSES or place in _CALLS or (str(place[0]).split(".")[0] == "pathlib" and place[1] in _PATHS):
-            self.push(_Class(place))
-        else:
-            raise MetadataError(f"{place[0]}.{place[1]} is nothing that metadata consists of")
-
-    def call(self, argument: Any) -> None:
-        kind, arguments = self.take(2)
-        if type(kind) is not _Class or type(arguments) not in (tuple, _Nested):
-            raise MetadataError("it calls what is no class of DCP")
-        self.push(_CALLS.get(kind.place, _path)(*arguments))
-
-    def new(self, argument: Any) -> None:
-        kind, arguments = self.take(2)
-        if type(kind) is not _Class or kind.place not in _CLASSES or arguments != ():
-            raise MetadataError("it makes what is no record of DCP")
-        self.push(object.__new__(_CLASSES[kind.place]))
-
-    def build(self, argument: Any) -> None:
-        (state,) = self.take(1)
-        record = self._stack[-1]
-        if type(record) not in _RECORDS:
-            raise MetadataError("it gives attributes to what is no record of DCP")
-        if type(record) is metadata.TensorProperties:
-            record.__setstate__(tuple(state)[:5])  # torch 2.15 adds strides
-            return
-        for field in fields(record):
-            if field.name in state:
-                object.__setattr__(record, field.name, state[field.name])
+    One loop without calls, because there are a hundred opcodes for every tensor.
+    """
+    stack: list[Any] = []
+    marks: list[int] = []
+    memo: list[Any] = []
+    for opcode, argument, _ in pickletools.genops(data):
+        name = opcode.name
+        if name in _VALUES:
+            stack.append(argument)
+        elif name == "MEMOIZE":
+            memo.append(stack[-1])
+        elif name == "BINGET" or name == "LONG_BINGET":
+            stack.append(memo[int(argument or 0)])
+        elif name == "MARK":
+            marks.append(len(stack))
+        elif name in _CONSTANTS:
+            stack.append(_CONSTANTS[name])
+        elif name in _EMPTY:
+            stack.append(_EMPTY[name]())
+        elif name in _TAKEN:
+            start = len(stack) - _TAKEN[name] if _TAKEN[name] else marks.pop()
+            taken = stack[start:]
+            del stack[start:]
+            if name.startswith("TUPLE"):
+                kinds = set(map(type, taken))
+                if _Nested in kinds:
+                    raise MetadataError("tuples are nested too deeply")
+                stack.append(_Nested(taken) if tuple in kinds else tuple(taken))
+            elif name.startswith("APPEND") and type(stack[-1]) is list:
+                stack[-1].extend(taken)
+            elif name.startswith("SETITEM") and type(stack[-1]) is dict:
+                _set_items(stack[-1], taken)
+            elif name == "BUILD":
+                _fill(stack[-1], taken[0])
+            elif name == "STACK_GLOBAL":
+                stack.append(_find(*taken))
+            elif name == "NEWOBJ" or name == "REDUCE":
+                stack.append(_made(*taken, is_call=name == "REDUCE"))
+            else:
+                raise MetadataError(f"{name} of a {type(stack[-1]).__name__}")
+        elif name not in ("PROTO", "FRAME", "STOP"):
+            raise MetadataError(f"its pickle has the opcode {name}")
+    (found,) = stack
+    return found
 
 
-class _Class:
-    """A class or function on the stack: by name, so that nothing can be done with it but what is known."""
+_VALUES = {"SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"}
+_CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_TUPLE": ()}
+_EMPTY: dict[str, Callable[[], Any]] = {"EMPTY_LIST": list, "EMPTY_DICT": dict}
+# How many items of the stack an opcode takes; 0: those since the last mark.
+_TAKEN = {"TUPLE": 0, "TUPLE1": 1, "TUPLE2": 2, "TUPLE3": 3, "APPEND": 1, "APPENDS": 0, "SETITEM": 2, "SETITEMS": 0}
+_TAKEN |= {"BUILD": 1, "STACK_GLOBAL": 2, "NEWOBJ": 2, "REDUCE": 2}
 
-    def __init__(self, place: tuple[Any, ...]) -> None:
-        self.place = place
+
+def _set_items(target: dict[Any, Any], items: list[Any]) -> None:
+    for key, value in zip(items[::2], items[1::2], strict=True):
+        if type(key) is MetadataIndex:
+            is_known = type(key.fqn) is str and type(key.index) in (int, type(None))
+            if not is_known or type(key.offset) not in (torch.Size, type(None)):
+                raise MetadataError("an item's key is none")
+        elif type(key) is not str:
+            raise MetadataError(f"it has a {type(key).__name__} as a key")
+        target[key] = value
+
+
+def _find(module: Any, name: Any) -> Any:
+    place = _Name((module, name))
+    if type(module) is str and module.split(".")[0] == "pathlib" and name in _PATHS:
+        return _PATH
+    if place in _DTYPES:
+        return _DTYPES[place]
+    if place in _CLASSES or place in _CALLS:
+        return place
+    raise MetadataError(f"{module}.{name} is nothing that metadata consists of")
+
+
+def _made(kind: Any, arguments: Any, is_call: bool) -> Any:
+    if type(kind) is not _Name or type(arguments) not in (tuple, _Nested):
+        raise MetadataError("it calls what is no class of DCP")
+    if is_call:
+        return _CALLS[kind](*arguments)
+    if arguments:
+        raise MetadataError("it makes a record from arguments")
+    return object.__new__(_CLASSES[kind])
+
+
+def _fill(record: Any, state: Any) -> None:
+    """Give a record its fields, and nothing that this version of torch does not know."""
+    if type(record) is metadata.TensorProperties:
+        record.__setstate__(tuple(state)[:5])  # torch 2.15 adds strides
+    elif type(record) in _RECORDS:
+        vars(record).update((name, value) for name, value in state.items() if name in _FIELDS[type(record)])
+    else:
+        raise MetadataError("it gives attributes to what is no record of DCP")
 
 
 def _size(items: Any = ()) -> torch.Size:
-    if len(items) > _MOST_DIMENSIONS or any(type(item) is not int for item in items):
+    if len(items) > _MOST_DIMENSIONS or not {int} >= set(map(type, items)):
         raise MetadataError("a size is none")
     return torch.Size(items)
 
@@ -186,43 +189,14 @@ def _path(*parts: Any) -> str:
     return "/".join(part for part in parts if type(part) is str)
 
 
+_PATH = _Name(("pathlib", "Path"))
 _CALLS: dict[tuple[Any, ...], Callable[..., Any]] = {
     ("torch", "Size"): _size,
     ("torch.serialization", "_get_layout"): _layout,
     (metadata.__name__, "_MEM_FORMAT_ENCODING"): metadata._MEM_FORMAT_ENCODING,
     ("collections", "OrderedDict"): dict,
+    _PATH: _path,
 }
-_STEPS: dict[str, Callable[[_Machine, Any], None]] = {
-    **dict.fromkeys(("PROTO", "FRAME", "STOP"), _Machine.skip),
-    **dict.fromkeys(("SHORT_BINUNICODE", "BINUNICODE", "BININT", "BININT1", "BININT2", "LONG1"), _Machine.push),
-    "NONE": lambda machine, _: machine.push(None),
-    "NEWTRUE": lambda machine, _: machine.push(True),
-    "NEWFALSE": lambda machine, _: machine.push(False),
-    "EMPTY_LIST": lambda machine, _: machine.push([]),
-    "EMPTY_DICT": lambda machine, _: machine.push({}),
-    "EMPTY_TUPLE": lambda machine, _: machine.push(()),
-    "MARK": _Machine.mark,
-    "MEMOIZE": _Machine.memoize,
-    **dict.fromkeys(("BINGET", "LONG_BINGET"), _Machine.fetch),
-    "TUPLE": lambda machine, _: machine.push(_tuple_of(machine.take())),
-    "TUPLE1": lambda machine, _: machine.push(_tuple_of(machine.take(1))),
-    "TUPLE2": lambda machine, _: machine.push(_tuple_of(machine.take(2))),
-    "TUPLE3": lambda machine, _: machine.push(_tuple_of(machine.take(3))),
-    "APPEND": lambda machine, _: machine.append(machine.take(1)),
-    "APPENDS": lambda machine, _: machine.append(machine.take()),
-    "SETITEM": lambda machine, _: machine.set_items(machine.take(2)),
-    "SETITEMS": lambda machine, _: machine.set_items(machine.take()),
-    "STACK_GLOBAL": _Machine.find,
-    "REDUCE": _Machine.call,
-    "NEWOBJ": _Machine.new,
-    "BUILD": _Machine.build,
-}
-
-
-def _check_index(index: MetadataIndex) -> None:
-    known = type(index.fqn) is str and type(index.index) in (int, type(None))
-    if not known or type(index.offset) not in (torch.Size, type(None)):
-        raise MetadataError("an item's key is none")
 
 
 # --- does it make sense? (No assert: ``python -O`` removes those.) ----------------------------------------------------
@@ -269,15 +243,11 @@ def _problems_of_paths(entries: Mapping[str, Any], paths: Any) -> Iterator[str]:
 def _problems_of_tensor(key: str, entry: TensorStorageMetadata) -> Iterator[str]:
     if type(entry.properties) is not metadata.TensorProperties or type(entry.properties.dtype) is not torch.dtype:
         yield f"{key} has no dtype"
-    if type(entry.chunks) is not list:
+    if type(entry.chunks) is not list or {type(chunk) for chunk in entry.chunks} != {metadata.ChunkStorageMetadata}:
         yield f"{key} has no chunks"
-    dimensions = len(entry.size)
-    for chunk in entry.chunks:
-        if type(chunk) is not metadata.ChunkStorageMetadata:
-            yield f"{key} has a chunk that is none"
-        for size in (entry.size, chunk.offsets, chunk.sizes):
-            if type(size) is not torch.Size or len(size) != dimensions or min(size, default=0) < 0:
-                yield f"{key} has no size, or a chunk of it has none"
+    sizes = [entry.size, *(size for chunk in entry.chunks for size in (chunk.offsets, chunk.sizes))]
+    if any(type(size) is not torch.Size or len(size) != len(entry.size) or min(size, default=0) < 0 for size in sizes):
+        yield f"{key} has no size, or a chunk of it has none"
     if not _tile(entry):
         yield f"the chunks of {key} do not cover it, each element once"
 
