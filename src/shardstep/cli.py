@@ -64,7 +64,7 @@ def main(given: list[str] | None = None) -> int:
         _silence()
         return _PIPE_CLOSED
     except KeyboardInterrupt:
-        _tell("interrupted")
+        _tell("interrupted.")
         return _INTERRUPTED
     except OSError as error:
         _silence()

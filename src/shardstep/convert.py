@@ -6,30 +6,34 @@ so a key is never split: it is compared with the beginnings of the places that t
 
 from __future__ import annotations
 
-import io
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from shardstep.checkpoint import export
-from shardstep.checkpoint.contribution import Contribution
+from shardstep.checkpoint import export, forms
 from shardstep.checkpoint.export import Place
-from shardstep.checkpoint.files import GROUPS, OPTIM, STATE, Checkpoint, CheckpointError, Progress, put
-from shardstep.checkpoint.leaves import map_leaves
-from shardstep.checkpoint.save_job import SaveJob
+from shardstep.checkpoint.files import (
+    GROUPS,
+    OPTIM,
+    STATE,
+    CheckedFileSystem,
+    Checkpoint,
+    CheckpointError,
+    Progress,
+    put,
+)
+from shardstep.checkpoint.saving import save_alone
 from shardstep.comm.codec import is_live_only
-from shardstep.comm.consensus import RankConsensus
-from shardstep.comm.process_group import alone
 from shardstep.state import subclasses
 from shardstep.state.dicts import OLD_MARK
-from shardstep.state.shards import filled, shard_of_whole
+from shardstep.state.shards import filled
 
 WHOLE = "."  # the key of everything
 SAFETENSORS = ".safetensors"
@@ -53,9 +57,8 @@ def to_file(directory: Path, target: Path, key: str, *, master: bool, progress: 
         tree: dict[str, Any] = {}
         for place, value in export.read_part(checkpoint, root, target, master=master, progress=progress).items():
             put(tree, place, value)
-        with _Counting(io.FileIO(beside, "wb")) as stream:
-            stream.progress = progress
-            torch.save(_numbered(tree, directory) if root in optimizers else tree, stream)
+        with CheckedFileSystem(progress).create_stream(beside, "wb") as stream:
+            torch.save(_numbered(tree, directory) if root in optimizers else tree, cast("IO[bytes]", stream))
     if any(place[-1] == subclasses.MARK for place in places if place[: len(root)] == root):
         return (
             f"{str(directory)!r} holds state of tensor subclasses (quantized state, for example), which needs their "
@@ -63,14 +66,6 @@ def to_file(directory: Path, target: Path, key: str, *, master: bool, progress: 
             "takes these. A plain optimizer loads the directory itself: shardstep.checkpoint.load."
         )
     return ""
-
-
-class _Counting(io.BufferedWriter):
-    progress: Progress
-
-    def write(self, data: Any) -> int:
-        self.progress(memoryview(data).nbytes)
-        return super().write(data)
 
 
 def _numbered(form: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -105,27 +100,21 @@ def to_directory(source: Path, directory: Path, key: str, *, progress: Progress)
     for group in form[GROUPS]:
         called = group.get("param_names") or [str(number) for number in group["params"]]
         names.update(zip(group["params"], map(str, called), strict=True))
+    entries = {names.get(number, str(number)): subclasses.opened(entry) for number, entry in form[STATE].items()}
+    check_size(list(entries.values()), source.stat().st_size, source)
     groups = [
-        {option: value for option, value in group.items() if option != "param_names"}
+        {key: forms._plain(key, value) for key, value in group.items() if key != "param_names"}
         | {"params": [names[number] for number in group["params"]]}
         for group in form[GROUPS]
     ]
-    state = {names.get(number, str(number)): subclasses.opened(entry) for number, entry in form[STATE].items()}
-    check_size([state, groups], source.stat().st_size, source)
-    state = {name: map_leaves(entry, _whole) for name, entry in state.items()}
-    group = alone()
-    contribution = Contribution({OPTIM: {STATE: state, GROUPS: groups}})
-    SaveJob(directory, contribution, group, RankConsensus(group), progress=progress).run()
+    state = {name: forms._plain(name, entry) for name, entry in entries.items()}
+    save_alone(directory, {OPTIM: {STATE: state, GROUPS: groups}}, {}, progress)
     if names and not any(not isinstance(entry, Mapping) or entry for entry in form[STATE].values()):
         return (
             f"{str(source)!r} holds no state for its {len(names)} parameters, as before the first step (or of an "
             "optimizer that needs none), so the checkpoint has none."
         )
     return ""
-
-
-def _whole(leaf: Any) -> Any:
-    return shard_of_whole(leaf) if isinstance(leaf, Tensor) else leaf
 
 
 def _contents_of(source: Path) -> Any:

@@ -77,6 +77,8 @@ def write_safetensors(
         text = "writing safetensors needs the package safetensors: pip install 'shardstep[safetensors]'"
         raise ImportError(text) from error
     with replacing(file) as beside:
+        beside.touch()
+        mode = beside.stat().st_mode
         found = read_part(checkpoint, root, file, master=master, progress=progress)
         values = {clean(".".join(map(str, place))): value for place, value in found.items()}
         if all(name.startswith("module.") for name in values):  # it was saved as DistributedDataParallel has it
@@ -89,6 +91,7 @@ def write_safetensors(
         except SafetensorError as error:
             number = re.search(r"os error (\d+)", str(error))
             raise OSError(int(number[1]), os.strerror(int(number[1]))) if number else error from error
+        beside.chmod(mode)  # safetensors may have made the file anew, for its owner only
     return [name for name in values if name not in tensors]
 
 
@@ -184,12 +187,14 @@ class MappedReader(Reader):
 
     def _copy(self, item: ReadItem, planner: LoadPlanner) -> None:
         info = self.storage_data[item.storage_index]
-        with open_regular(Path(self.path) / info.relative_path) as stream:
+        path = Path(self.path) / info.relative_path
+        with open_regular(path) as stream:
             with torch.serialization.skip_data():
                 like = torch.load(self._slice_file(stream, info), map_location="cpu", weights_only=True)
-            start = torch._C.PyTorchFileReader(self._slice_file(stream, info)).get_record_offset("data/0")
+            archive: Any = torch._C.PyTorchFileReader(self._slice_file(stream, info))
+            start = archive.get_record_offset("data/0")
             if start + like.untyped_storage().nbytes() > info.length:
-                raise CheckpointError(f"{str(stream.name)!r} is damaged: a tensor is larger than what is stored of it")
+                raise CheckpointError(f"{str(path)!r} is damaged: a tensor is larger than what is stored of it")
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         count = like.untyped_storage().nbytes() // like.dtype.itemsize
         flat = torch.frombuffer(mapped, dtype=like.dtype, count=count, offset=info.offset + start)

@@ -23,7 +23,7 @@ import time
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,6 +81,7 @@ class _Summed(io.FileIO):
 
     crc, size = 0, 0
     failure: OSError | None = None  # torch.save raises another error then
+    progress: Progress | None = None
 
     def write(self, data: Any) -> int:
         try:
@@ -89,14 +90,17 @@ class _Summed(io.FileIO):
             self.failure = OSError(error.errno, error.strerror, self.name)
             raise
         self.crc, self.size = zlib.crc32(memoryview(data)[:count], self.crc), self.size + count
+        if self.progress is not None:
+            self.progress(count)
         return count
 
 
 class CheckedFileSystem(FileSystem):
     """DCP's access to files: sums up what is written, and reads regular files only."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
         self.written: dict[str, FileSum] = {}
+        self._progress = progress  # of what is written
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -106,6 +110,7 @@ class CheckedFileSystem(FileSystem):
                 yield stream
             return
         summed = _Summed(path, "wb")
+        summed.progress = self._progress
         try:
             with io.BufferedWriter(summed, _WINDOW) as stream:
                 yield stream
@@ -362,17 +367,14 @@ class Checkpoint:
                 found[path[0] if path else ""] = entry if len(path) == 1 else None
         return found
 
-    def skeleton(self, *root: str, make: Callable[..., torch.Tensor] = torch.empty) -> dict[str, Any]:
-        """The part of the tree under ``root``, with tensors to read into and None for everything else.
-
-        ``make``: makes a tensor, of a size and ``dtype=``; for example one in a file that is mapped into memory.
-        """
+    def skeleton(self, *root: str) -> dict[str, Any]:
+        """The part of the tree under ``root``, with tensors to read into and None for everything else."""
         tree: dict[str, Any] = {}
         for key, entry in self.entries.items():
             path = self.paths[key]
             if path[: len(root)] == root:
                 is_tensor = isinstance(entry, TensorStorageMetadata)
-                put(tree, path, make(entry.size, dtype=entry.properties.dtype) if is_tensor else None)
+                put(tree, path, torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None)
         return tree
 
     def read_into(self, form: dict[str, Any], planner: LoadPlanner | None = None) -> None:
@@ -401,21 +403,6 @@ class Checkpoint:
         for name, file in sorted(self.manifest.files.items())[share::shares]:
             if problem := problem_in_file(self.directory / name, file, progress):
                 yield problem
-
-
-def mapped_in(folder: str) -> Callable[..., torch.Tensor]:
-    """Makes tensors whose memory is in files, for ``skeleton``: as large as the disk, and not the host's memory."""
-
-    def make(size: Sequence[int], *, dtype: torch.dtype) -> torch.Tensor:
-        count = torch.Size(size).numel()
-        if count == 0:
-            return torch.empty(tuple(size), dtype=dtype)
-        name = os.path.join(folder, secrets.token_hex(8))
-        tensor = torch.from_file(name, shared=True, size=count, dtype=dtype).view(tuple(size))
-        os.unlink(name)  # the memory stays until nobody uses it any more
-        return tensor
-
-    return make
 
 
 def inner_error(error: BaseException) -> BaseException:
