@@ -87,7 +87,7 @@ def _run(args: Namespace) -> int:
 
 def _line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
-        where = f"{str(error.filename)!r}: " if error.filename else ""
+        where = f"'{error.filename}': " if error.filename else ""
         return f"{where}{error.strerror}. {_REMEDIES.get(error.errno or 0, 'Check the path.')}"
     return " ".join(str(error).split())
 
@@ -148,10 +148,10 @@ def _parser() -> ArgumentParser:
 def _open(path: Path) -> Checkpoint:
     """The checkpoint in a directory. ValueError or OSError if the path is wrong, CheckpointError if it is damaged."""
     if not path.exists():
-        raise ValueError(f"no such directory: {str(path)!r}")
+        raise ValueError(f"no such directory: '{path}'")
     if not path.is_dir():
-        parent = f", {str(path.parent)!r}" if (path.parent / METADATA).exists() else " of a checkpoint"
-        raise ValueError(f"{str(path)!r} is a file. Pass the directory{parent}.")
+        parent = f", '{path.parent}'" if (path.parent / METADATA).exists() else " of a checkpoint"
+        raise ValueError(f"'{path}' is a file. Pass the directory{parent}.")
     if not is_checkpoint(path):
         raise ValueError(explain_missing(path))
     for inner in path.iterdir():
@@ -163,17 +163,17 @@ def _open(path: Path) -> Checkpoint:
 def _check_target(path: Path, force: bool, to_directory: bool) -> None:
     parent = Path(os.path.abspath(path)).parent
     if not parent.exists():
-        raise ValueError(f"no such directory: {str(parent)!r}. Make it: mkdir -p {str(parent)!r}")
+        raise ValueError(f"no such directory: '{parent}'. Make it: mkdir -p '{parent}'")
     if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"{str(parent)!r} is not a directory that can be written to")
+        raise ValueError(f"'{parent}' is not a directory that can be written to")
     if not path.exists() or (to_directory and path.is_dir() and not any(path.iterdir())):
         return
     if to_directory and not (path.is_dir() and is_checkpoint(path)):
-        raise ValueError(f"{str(path)!r} exists and is not a checkpoint. Choose another path.")
+        raise ValueError(f"'{path}' exists and is not a checkpoint. Choose another path.")
     if not to_directory and not path.is_file():
-        raise ValueError(f"{str(path)!r} is not a regular file. Pass the name of a file, such as 'out.pt'.")
+        raise ValueError(f"'{path}' is not a regular file. Pass the name of a file, such as 'out.pt'.")
     if not force:
-        raise ValueError(f"{str(path)!r} exists. Pass --force to replace it.")
+        raise ValueError(f"'{path}' exists. Pass --force to replace it.")
 
 
 def _files_of(checkpoint: Checkpoint) -> dict[str, int]:
@@ -199,7 +199,7 @@ def _verify(args: Namespace) -> int:
     if args.json:
         _print_json({"directory": str(args.directory), "ok": not problems, "bytes": total, "problems": problems})
     elif not problems:
-        print(f"{str(args.directory)!r} is complete and undamaged ({total:,} bytes)")
+        print(f"{args.directory} is complete and undamaged ({total:,} bytes)")
     return _DAMAGED if problems else 0
 
 
@@ -220,10 +220,10 @@ def _convert(args: Namespace) -> int:
     else:
         if not source.is_file():
             missing = "is not a regular file" if source.exists() else "does not exist"
-            raise ValueError(f"{str(source)!r} {missing}. Pass a checkpoint directory, or a file of torch.save.")
+            raise ValueError(f"'{source}' {missing}. Pass a checkpoint directory, or a file of torch.save.")
         for option, given in (("--part", args.part), ("--master", args.master)):
             if given:
-                raise ValueError(f"{option} is for checkpoint directories, and {str(source)!r} is a file")
+                raise ValueError(f"{option} is for checkpoint directories, and '{source}' is a file")
         total, key = source.stat().st_size, args.key or convert.WHOLE
     _check_target(args.target, args.force, to_directory=not from_directory)
     with _progress("converting", total) as advance:
@@ -238,7 +238,7 @@ def _convert(args: Namespace) -> int:
     if args.json:
         _print_json({"source": str(source), "target": str(args.target), "key": key, "bytes": size})
     else:
-        print(f"{str(source)!r} -> {str(args.target)!r}")
+        print(f"{source} -> {args.target}")
     return 0
 
 

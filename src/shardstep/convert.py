@@ -61,8 +61,8 @@ def to_file(directory: Path, target: Path, key: str, *, master: bool, progress: 
             torch.save(_numbered(tree, directory) if root in optimizers else tree, cast("IO[bytes]", stream))
     if any(place[-1] == subclasses.MARK for place in places if place[: len(root)] == root):
         return (
-            f"{str(directory)!r} holds state of tensor subclasses (quantized state, for example), which needs their "
-            f"classes. {str(target)!r} has the plain tensors inside them: ZeroRedundancyOptimizer.load_state_dict "
+            f"'{directory}' holds state of tensor subclasses (quantized state, for example), which needs their "
+            f"classes. '{target}' has the plain tensors inside them: ZeroRedundancyOptimizer.load_state_dict "
             "takes these. A plain optimizer loads the directory itself: shardstep.checkpoint.load."
         )
     return ""
@@ -72,10 +72,10 @@ def _numbered(form: dict[str, Any], directory: Path) -> dict[str, Any]:
     """An optimizer's form with positions for names: torch's plain form."""
     groups = form[GROUPS]
     if not all(isinstance(group, Mapping) and "params" in group for group in groups):
-        raise CheckpointError(f"{str(directory)!r} has a parameter group without the key 'params'")
+        raise CheckpointError(f"'{directory}' has a parameter group without the key 'params'")
     for key, value in (option for group in groups for option in group.items() if is_live_only(option[1])):
         raise ValueError(
-            f"{str(directory)!r} has the option {key!r} as {value.split(':', 1)[1]!r}, a class, a function or a member "
+            f"'{directory}' has the option {key!r} as {value.split(':', 1)[1]!r}, a class, a function or a member "
             "of an enumeration, which a plain file cannot hold. Load the directory itself: shardstep.checkpoint.load."
         )
     names = dict.fromkeys(name for group in groups for name in group["params"])
@@ -111,7 +111,7 @@ def to_directory(source: Path, directory: Path, key: str, *, progress: Progress)
     save_alone(directory, {OPTIM: {STATE: state, GROUPS: groups}}, {}, progress)
     if names and not any(not isinstance(entry, Mapping) or entry for entry in form[STATE].values()):
         return (
-            f"{str(source)!r} holds no state for its {len(names)} parameters, as before the first step (or of an "
+            f"'{source}' holds no state for its {len(names)} parameters, as before the first step (or of an "
             "optimizer that needs none), so the checkpoint has none."
         )
     return ""
@@ -128,9 +128,7 @@ def _contents_of(source: Path) -> Any:
             reason = f"it holds a {named[1]}, which is not plain data"
             if named[2] not in sys.stdlib_module_names:
                 reason += ". If that is a tensor class of a package you trust, --import makes it known"
-        raise CheckpointError(
-            f"{str(source)!r} cannot be read as plain data that torch.save wrote: {reason}"
-        ) from error
+        raise CheckpointError(f"'{source}' cannot be read as plain data that torch.save wrote: {reason}") from error
     check_size(found, source.stat().st_size, source)
     return found
 
@@ -151,10 +149,10 @@ def check_size(form: Any, most: int, source: Path) -> None:
             waiting += [(item, level + 1) for item in value]
         elif isinstance(value, Tensor) and not is_traceable_wrapper_subclass(value):
             if value.layout != torch.strided or value.device.type != "cpu":
-                raise CheckpointError(f"{str(source)!r} holds a tensor that is not dense, or has no memory")
+                raise CheckpointError(f"'{source}' holds a tensor that is not dense, or has no memory")
             memory += value.numel() * value.itemsize
         if values > most or memory > most or level > _MOST_LEVELS:
-            raise CheckpointError(f"{str(source)!r} claims to hold much more than its {most} bytes")
+            raise CheckpointError(f"'{source}' claims to hold much more than its {most} bytes")
 
 
 def _optimizer_at(root: Place, whole: Any, source: Path) -> Mapping[str, Any]:
@@ -164,15 +162,15 @@ def _optimizer_at(root: Place, whole: Any, source: Path) -> Mapping[str, Any]:
         form = form[part]
     if isinstance(form, Mapping) and OLD_MARK in form:
         raise CheckpointError(
-            f"{str(source)!r} was saved on a rank that did not receive the full state. Convert what rank "
+            f"'{source}' was saved on a rank that did not receive the full state. Convert what rank "
             f"{form[OLD_MARK]} saved, to which the state was consolidated."
         )
     state, groups = (form.get(STATE), form.get(GROUPS)) if isinstance(form, Mapping) else (None, None)
     if not isinstance(state, Mapping) or not isinstance(groups, (list, tuple)):
         keys = f"{sorted(map(str, form))}"[:300] if isinstance(form, Mapping) else f"a {type(form).__name__}"
-        raise ValueError(f"{str(source)!r} holds {keys}, and not what an optimizer's state_dict() returned")
+        raise ValueError(f"'{source}' holds {keys}, and not what an optimizer's state_dict() returned")
     if not all(isinstance(group, Mapping) and isinstance(group.get("params"), list) for group in groups):
-        raise ValueError(f"{str(source)!r} has a parameter group without a list of 'params'")
+        raise ValueError(f"'{source}' has a parameter group without a list of 'params'")
     return form
 
 
@@ -209,7 +207,7 @@ def _optimizers_in(places: Iterable[Place]) -> list[Place]:
 
 def _locate(source: Path, places: list[Place], key: str) -> Place:
     """The place that a key stands for. ValueError, with the keys to pass, if that is none, or has optimizers deeper."""
-    where, optimizers = f"{str(source)!r}", _optimizers_in(places)
+    where, optimizers = f"'{source}'", _optimizers_in(places)
     beginnings = {place[:end] for place in places for end in range(len(place))}
     roots = {()} if key == WHOLE else {place for place in beginnings if place and _key_of(place) == key}
     if len(roots) > 1:

@@ -85,7 +85,7 @@ def write_safetensors(
             values = {name.removeprefix("module."): value for name, value in values.items()}
         tensors = {name: value for name, value in values.items() if isinstance(value, Tensor)}
         if not tensors:
-            raise ValueError(f"{str(checkpoint.directory)!r} has no model under {'.'.join(map(str, root))!r}")
+            raise ValueError(f"'{checkpoint.directory}' has no model under {'.'.join(map(str, root))!r}")
         try:
             save_file(tensors, beside, metadata={"format": "pt"})
         except SafetensorError as error:
@@ -194,7 +194,7 @@ class MappedReader(Reader):
             archive: Any = torch._C.PyTorchFileReader(self._slice_file(stream, info))
             start = archive.get_record_offset("data/0")
             if start + like.untyped_storage().nbytes() > info.length:
-                raise CheckpointError(f"{str(path)!r} is damaged: a tensor is larger than what is stored of it")
+                raise CheckpointError(f"'{path}' is damaged: a tensor is larger than what is stored of it")
             mapped = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
         count = like.untyped_storage().nbytes() // like.dtype.itemsize
         flat = torch.frombuffer(mapped, dtype=like.dtype, count=count, offset=info.offset + start)
@@ -226,7 +226,7 @@ def _masters_under(checkpoint: Checkpoint, root: Place, beside: Path) -> dict[st
     inside = {key: path[len(root) :] for key, path in checkpoint.paths.items() if path[: len(root)] == root}
     model = {".".join(map(str, path)): key for key, path in inside.items() if key in entries}
     found = {model[name]: masters[there] for name, there in saved_names(model, masters).items()}
-    where = f"{str(checkpoint.directory)!r}"
+    where = f"'{checkpoint.directory}'"
     if not found:
         raise ValueError(f"{where} has no float32 masters of the model under {'.'.join(map(str, root))!r}")
     for key, there in found.items():

@@ -61,10 +61,10 @@ def open_regular(path: Path) -> io.FileIO:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"'{path}' cannot be read: {error}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"{path} is no regular file")
+        raise CheckpointError(f"'{path}' is no regular file")
     return io.FileIO(descriptor)
 
 
@@ -72,7 +72,7 @@ def _read_small(path: Path) -> bytes:
     """The content of a manifest or of metadata."""
     with open_regular(path) as stream:
         if os.fstat(stream.fileno()).st_size > _MOST_BYTES:
-            raise CheckpointError(f"{path} has more than {_MOST_BYTES} bytes, which none of a checkpoint has")
+            raise CheckpointError(f"'{path}' has more than {_MOST_BYTES} bytes, which none of a checkpoint has")
         return stream.readall()
 
 
@@ -134,9 +134,11 @@ def problem_in_file(path: Path, expected: FileSum, progress: Progress | None = N
     try:
         with open_regular(path) as stream:
             if os.fstat(stream.fileno()).st_size != expected.size >= 0:
-                return f"{path} has {os.fstat(stream.fileno()).st_size} bytes, not the {expected.size} that were saved"
+                return (
+                    f"'{path}' has {os.fstat(stream.fileno()).st_size} bytes, not the {expected.size} that were saved"
+                )
             if expected.old is not None:
-                return "" if old.is_sound(stream, expected.old, progress) else f"{path} is damaged"
+                return "" if old.is_sound(stream, expected.old, progress) else f"'{path}' is damaged"
             crc, window = 0, memoryview(bytearray(_WINDOW))
             while count := stream.readinto(window):
                 crc = zlib.crc32(window[:count], crc)
@@ -144,7 +146,7 @@ def problem_in_file(path: Path, expected: FileSum, progress: Progress | None = N
                     progress(count)
     except (CheckpointError, OSError) as error:
         return str(error)
-    return "" if f"{crc:08x}" == expected.crc32 else f"{path} is damaged: its checksum differs from the manifest's"
+    return "" if f"{crc:08x}" == expected.crc32 else f"'{path}' is damaged: its checksum differs from the manifest's"
 
 
 # --- the manifest -----------------------------------------------------------------------------------------------------
@@ -201,7 +203,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         orders = {str(key): [int(dim) for dim in order] for key, order in content.get("orders", {}).items()}
         return Manifest(int(content["sequence"]), files, parameters, orders)
     except Exception as error:  # of somebody else's file anything can be wrong
-        raise CheckpointError(f"{path} cannot be read as a manifest of shardstep: {error!r:.300}") from error
+        raise CheckpointError(f"'{path}' cannot be read as a manifest of shardstep: {error!r:.300}") from error
 
 
 def _problems_of_sizes(directory: Path, manifest: Manifest) -> Iterator[str]:
@@ -209,9 +211,9 @@ def _problems_of_sizes(directory: Path, manifest: Manifest) -> Iterator[str]:
     for name, file in manifest.files.items():
         path = directory / name
         if not path.is_file():
-            yield f"{path} is missing" if not path.exists() else f"{path} is no regular file"
+            yield f"'{path}' is missing" if not path.exists() else f"'{path}' is no regular file"
         elif path.stat().st_size != file.size >= 0:
-            yield f"{path} has {path.stat().st_size} bytes, not the {file.size} that were saved"
+            yield f"'{path}' has {path.stat().st_size} bytes, not the {file.size} that were saved"
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -252,7 +254,7 @@ class Reader(dcp.FileSystemReader):
         path = directory / METADATA
         if not directory.is_dir():
             what = "is no directory" if directory.exists() else "does not exist"
-            raise CheckpointError(f"{directory} {what}. Pass the directory of a checkpoint.")
+            raise CheckpointError(f"'{directory}' {what}. Pass the directory of a checkpoint.")
         if not is_checkpoint(directory):
             raise CheckpointError(explain_missing(directory))
         self.manifest = read_manifest(directory)
@@ -265,7 +267,7 @@ class Reader(dcp.FileSystemReader):
         try:
             metadata = dcp_metadata.read(_read_small(path))
         except dcp_metadata.MetadataError as error:
-            raise CheckpointError(f"{path} cannot be read as the metadata of a DCP checkpoint: {error}") from error
+            raise CheckpointError(f"'{path}' cannot be read as the metadata of a DCP checkpoint: {error}") from error
         self._check_places(metadata, directory)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -282,11 +284,11 @@ class Reader(dcp.FileSystemReader):
         for name, most in used.items():
             path = directory / name
             if self.manifest is not None and name not in self.manifest.files:
-                raise CheckpointError(f"{directory / METADATA} speaks of {name!r}, which the manifest does not know")
+                raise CheckpointError(f"'{directory / METADATA}' speaks of {name!r}, which the manifest does not know")
             if not path.is_file():
-                raise CheckpointError(f"{path} is missing, or no regular file")
+                raise CheckpointError(f"'{path}' is missing, or no regular file")
             if max(most, lengths[name]) > path.stat().st_size:
-                raise CheckpointError(f"{path} is shorter than what it should hold. It is truncated.")
+                raise CheckpointError(f"'{path}' is shorter than what it should hold. It is truncated.")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
@@ -296,7 +298,7 @@ class Reader(dcp.FileSystemReader):
         except Exception as error:  # torch.load raises anything for what it did not write
             names = sorted({self.storage_data[item.storage_index].relative_path for item in plan.items})
             raise CheckpointError(
-                f"{Path(self.path) / names[0]}{' or another file of it' if len(names) > 1 else ''} cannot be read: "
+                f"'{Path(self.path) / names[0]}'{' or another file of it' if len(names) > 1 else ''} cannot be read: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
@@ -314,7 +316,7 @@ class Reader(dcp.FileSystemReader):
                 damaged = f"{type(error).__name__}: {error}"
             if damaged is not None:
                 end = info.offset + info.length
-                yield f"{path} is damaged between bytes {info.offset} and {end} ({damaged})"
+                yield f"'{path}' is damaged between bytes {info.offset} and {end} ({damaged})"
             if progress is not None:
                 progress(info.length)
 
@@ -393,7 +395,7 @@ class Checkpoint:
             error = inner_error(wrapped)
             if isinstance(error, (CheckpointError, MemoryError, torch.OutOfMemoryError, KeyboardInterrupt)):
                 raise error from None
-            raise CheckpointError(f"{self.directory} cannot be read: {error}") from error
+            raise CheckpointError(f"'{self.directory}' cannot be read: {error}") from error
 
     def problems(self, share: int = 0, shares: int = 1, progress: Progress | None = None) -> Iterator[str]:
         """What is wrong with its files, of which every byte is read. ``share``: with the files of one of the shares."""
@@ -489,8 +491,8 @@ def explain_missing(directory: Path) -> str:
     """What to say of a directory that was taken for a checkpoint."""
     with suppress(OSError):
         for one in newest_first(directory):
-            return f"{directory} is a directory of checkpoints. Pass one of them; the newest is {one.path}"
-    return f"{directory} holds no checkpoint (no {METADATA}). Check the path."
+            return f"'{directory}' is a directory of checkpoints. Pass one of them; the newest is '{one.path}'"
+    return f"'{directory}' holds no checkpoint (no {METADATA}). Check the path."
 
 
 def aside_of(directory: Path, token: str) -> Path:
@@ -505,7 +507,7 @@ def prepare(directory: Path, aside: Path) -> None:
     """Make the directory beside. What an interrupted save left there is deleted, once nothing is written to it."""
     if directory.is_symlink() or (directory.exists() and not _is_replaceable(directory)):
         raise FileExistsError(
-            f"{directory} is neither a checkpoint, which is replaced, nor an empty directory. Choose another path."
+            f"'{directory}' is neither a checkpoint, which is replaced, nor an empty directory. Choose another path."
         )
     leftover = re.compile(rf"\.{re.escape(directory.name)}\.[0-9a-f]+\{_SAVING}")
     for path in directory.parent.iterdir() if directory.parent.is_dir() else ():
