@@ -408,6 +408,8 @@ def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
 
     try:
         yield advance
+        if bar is not None:
+            advance(total - done)
     finally:
         if bar:
             bar.stop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
+from importlib.metadata import packages_distributions
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any, cast
@@ -108,7 +109,8 @@ def to_directory(source: Path, directory: Path, key: str, *, progress: Progress)
         for group in form[GROUPS]
     ]
     state = {name: forms._plain(name, entry) for name, entry in entries.items()}
-    save_alone(directory, {OPTIM: {STATE: state, GROUPS: groups}}, {}, progress)
+    with export.naming(directory):
+        save_alone(directory, {OPTIM: {STATE: state, GROUPS: groups}}, {}, progress)
     if names and not any(not isinstance(entry, Mapping) or entry for entry in form[STATE].values()):
         return (
             f"'{source}' holds no state for its {len(names)} parameters, as before the first step (or of an "
@@ -121,13 +123,12 @@ def _contents_of(source: Path) -> Any:
     try:
         found = torch.load(source, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # torch.load raises anything for a file that torch.save did not write
-        named = re.search(r"GLOBAL ((\w+)(?:\.\w+)+)", str(error))
+        named = re.search(r"GLOBAL ([\w.]+)", str(error))
         reason = (str(error).splitlines() or [repr(error)])[0]
-        if named is not None:
-            # The file chooses this name: never propose to import it.
-            reason = f"it holds a {named[1]}, which is not plain data"
-            if named[2] not in sys.stdlib_module_names:
-                reason += ". If that is a tensor class of a package you trust, --import makes it known"
+        if named is not None:  # the file chooses this name: only what is installed may be worth importing
+            reason = f"it holds {named[1]}, which is not plain data"
+            if named[1].split(".")[0] in packages_distributions().keys() - sys.stdlib_module_names:
+                reason += ". If that is a tensor class of a package you trust, import what makes it known with --import"
         raise CheckpointError(f"'{source}' cannot be read as plain data that torch.save wrote: {reason}") from error
     check_size(found, source.stat().st_size, source)
     return found

@@ -99,20 +99,28 @@ def write_safetensors(
 def replacing(file: Path) -> Iterator[Path]:
     """A name beside a file to write to. What is written gets the file's name if all goes well, and is deleted if not.
 
-    What fails on the disk names the file. (A save with ``keep`` deletes what a killed process leaves.)
+    (A save with ``keep`` deletes what a killed process leaves.)
     """
     beside = file.with_name(f".{file.name}.{secrets.token_hex(4)}.saving")
     try:
-        yield beside
-        with open(beside, "rb") as stream:
-            os.fsync(stream.fileno())
-        os.replace(beside, file)
-    except OSError as error:
-        if error.filename is None or f".{file.name}." in str(error.filename):
-            raise OSError(error.errno, error.strerror or str(error), str(file)) from error
-        raise
+        with naming(file):
+            yield beside
+            with open(beside, "rb") as stream:
+                os.fsync(stream.fileno())
+            os.replace(beside, file)
     finally:
         beside.unlink(missing_ok=True)
+
+
+@contextmanager
+def naming(target: Path) -> Iterator[None]:
+    """What fails on the disk names what was to be written, not the hidden names beside it."""
+    try:
+        yield
+    except OSError as error:
+        if error.strerror and (error.filename is None or f".{target.name}." in str(error.filename)):
+            raise OSError(error.errno, error.strerror, str(target)) from error
+        raise
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
