@@ -35,3 +35,18 @@ def test_from_pretrained_reads_an_exported_model(tied, tmp_path):
         assert not told["unexpected_keys"]
         found = {name: param.detach() for name, param in read.named_parameters()}
         assert_same(found, masters if more else {name: param.detach() for name, param in named}, folder)
+
+
+def test_from_pretrained_reads_what_export_model_writes(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="in the environment of make test-frameworks")
+    config = transformers.GPT2Config(vocab_size=50, n_positions=16, n_embd=8, n_layer=1, n_head=2)
+    model = transformers.GPT2LMHeadModel(config)  # with tied weights
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+    model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+    optimizer.step()
+    checkpoint.save(tmp_path / "c", optimizer, model)
+    config.save_pretrained(tmp_path / "hf")
+    checkpoint.export_model(tmp_path / "c", tmp_path / "hf" / "model.safetensors")
+    found, told = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(told.values()), told
+    assert_same(dict(found.state_dict()), dict(model.state_dict()))

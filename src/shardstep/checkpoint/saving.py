@@ -15,6 +15,7 @@ These say so on the store. After that nobody can save any more: the job has to s
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import logging
@@ -63,7 +64,7 @@ _log = logging.getLogger("shardstep")
 class _Word(NamedTuple):
     """What one rank says before a save. (The ranks of a job pickle it for each other.)"""
 
-    facts: Facts
+    digest: str  # of the facts
     token: str  # of the directory, on rank 0
     error: str  # empty: it could prepare
     kind: str  # of error
@@ -90,7 +91,7 @@ class Line:
             raise RuntimeError(f"{CALL} cannot speak with the other ranks any more: {self.broken}. Restart the job.")
         return Task(self, work)
 
-    def exchange(self, word: _Word) -> list[_Word]:
+    def exchange(self, word: Any) -> list[Any]:
         """Collective: every rank hears what every rank says."""
         if self.process_group is None:
             return [word]
@@ -177,7 +178,8 @@ def agree(line: Line, facts: Facts, token: str, error: Exception | None, before:
     failure = before.failure() if before is not None else None
     told = before is not None and before.reported
     text = f"{type(error).__name__}: {error}"[:2000] if error is not None else ""
-    words = line.exchange(_Word(facts, token, text, type(error).__name__, failure is not None, told))
+    digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
+    words = line.exchange(_Word(digest, token, text, type(error).__name__, failure is not None, told))
     if any(word.pending for word in words) and not any(word.told for word in words):
         raise failure or RuntimeError(f"{CALL}: the save before this one failed on another rank.")
     if error is not None:
@@ -185,14 +187,11 @@ def agree(line: Line, facts: Facts, token: str, error: Exception | None, before:
     for rank, word in enumerate(words):
         if word.error:
             raise _failed(line.group, rank, word.error, word.kind)
-    opinions: dict[str, list[int]] = {}
-    for rank, word in enumerate(words):
-        opinions.setdefault(json.dumps(word.facts), []).append(rank)
-    if len(opinions) > 1:
-        found = first_difference([(ranks, json.loads(text)) for text, ranks in opinions.items()])
+    if len({word.digest for word in words}) > 1:
+        opinions = [([rank], theirs) for rank, theirs in enumerate(line.exchange(facts))]
         raise RuntimeError(
-            f"{CALL} expects the same on every rank, but {found.text(line.group.names_of)}. Make the ranks alike and "
-            "call it again on all of them."
+            f"{CALL} expects the same on every rank, but {first_difference(opinions).text(line.group.names_of)}. Make "
+            "the ranks alike and call it again on all of them."
         )
     return words[0].token
 
