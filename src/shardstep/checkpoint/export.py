@@ -55,15 +55,10 @@ def export_model(directory: str | os.PathLike[str], file: str | os.PathLike[str]
         file: an existing one is replaced.
         master: write the float32 masters that ``master_weights`` has kept, and all else in 16 bits as float32.
     """
-    checkpoint = open_mapped(Path(os.path.abspath(directory)))
+    checkpoint = Checkpoint(Path(os.path.abspath(directory)), MappedReader)
     left_out = write_safetensors(checkpoint, (MODEL,), Path(os.path.abspath(file)), master=master)
     if left_out:
         warnings.warn(f"{file} lacks what is not a tensor: {', '.join(left_out)}", stacklevel=2)
-
-
-def open_mapped(directory: Path) -> Checkpoint:
-    """Open a checkpoint for reading parts of any size."""
-    return Checkpoint(directory, MappedReader)
 
 
 def write_safetensors(
