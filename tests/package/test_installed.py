@@ -58,7 +58,7 @@ def test_every_module_can_be_imported_beside_torch_alone(environment: Environmen
     assert set(imported) | {"shardstep"} == {name.removesuffix(".__init__") for name in modules}
 
 
-@pytest.mark.parametrize("command", [["shardstep"], ["python", "-m", "shardstep.tools.cli"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["shardstep"], ["python", "-m", "shardstep"]], ids=" ".join)
 def test_the_command_tells_the_version(command: list[str], environment: Environment, tmp_path: Path):
     printed = environment.run(*command, "--version", cwd=tmp_path)
     assert printed == f"shardstep {shardstep.__version__}\n"

@@ -306,7 +306,7 @@ def test_the_model_is_exported_to_safetensors_also_from_masters(saved, tmp_path)
     optimizer = ZeroRedundancyOptimizer(model.parameters(), AdamW, lr=0.1, master_weights=torch.float32)
     step(model, optimizer, range(2))
     checkpoint.save(tmp_path / "c", optimizer, model)
-    checkpoint.export_model(tmp_path / "c", tmp_path / "m.safetensors", masters=True)
+    checkpoint.export_model(tmp_path / "c", tmp_path / "m.safetensors", master=True)
     found = load_file(tmp_path / "m.safetensors")
     masters = {name: optimizer.full_state(param)["master_weight"] for name, param in model.named_parameters()}
     assert_same(found, {**masters, "count": model.count})

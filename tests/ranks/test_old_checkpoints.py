@@ -20,8 +20,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from shardstep import checkpoint
-from shardstep.tools import cli
+from shardstep import checkpoint, cli
 from tests.checkpoints import everything_in, once
 from tests.fixtures.scenarios import END, EXTRA, LOADING, SAVED, SAVED_AT, SCENARIOS, Program
 from tests.harness import run_ranks
@@ -118,9 +117,11 @@ def test_the_command_line_verifies_inspects_and_converts_it(oracles, tmp_path, c
         assert cli.main(["inspect", str(SAVED / name), "--json"]) == 0
         told = json.loads(capsys.readouterr().out)
         assert (told["ranks"], told["checksums"]) == (list(range(max(scenario.world, 1))), True)
-        assert cli.main(["convert", str(SAVED / name), str(target)]) == 0
+        assert cli.main(["convert", str(SAVED / name), str(target), "--force"]) == 0
         assert_same(torch.load(target, weights_only=True), numbered(form["optim"]), name)
-        assert cli.main(["convert", str(SAVED / name), str(target), "--part", "model"]) == (0 if "model" in form else 2)
+        assert cli.main(["convert", str(SAVED / name), str(target), "--part", "model", "--force"]) == (
+            0 if "model" in form else 2
+        )
         if "model" in form:
             assert_same(torch.load(target, weights_only=True), form["model"], name)
     assert cli.main(["convert", str(FULL), str(tmp_path / "back")]) == 0

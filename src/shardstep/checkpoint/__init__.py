@@ -11,18 +11,17 @@ from __future__ import annotations
 import os
 import platform
 import secrets
-import tempfile
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
 from shardstep.checkpoint import files, forms, saving
+from shardstep.checkpoint.export import export_model
 from shardstep.checkpoint.files import (
     EXTRA,
     MANIFEST,
@@ -223,30 +222,6 @@ def load_extra(directory: str | os.PathLike[str]) -> dict[str, Any]:
     _check_read(checkpoint, form)
     checkpoint.read_into(form)
     return form.get(EXTRA) or {}
-
-
-def export_model(directory: str | os.PathLike[str], file: str | os.PathLike[str], *, masters: bool = False) -> None:
-    """Write the model of a checkpoint to one file of safetensors, as ``from_pretrained`` of transformers reads it.
-
-    Not collective, and needs no process group; needs the package safetensors.
-
-    Args:
-        directory: of one checkpoint.
-        file: to write.
-        masters: write float32 masters in the place of 16-bit parameters that have some.
-    """
-    try:
-        from safetensors.torch import save_file
-    except ImportError as error:
-        raise ImportError("export_model needs safetensors: pip install 'shardstep[safetensors]'") from error
-    checkpoint, target = _with_model(directory), Path(os.path.abspath(file))
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f".{target.name}.") as folder:
-        form = checkpoint.skeleton(MODEL, make=files.mapped_in(folder))
-        tensors = {key: value for key, value in form[MODEL].items() if isinstance(value, Tensor)}
-        wide = forms.read_masters(checkpoint, tensors, files.mapped_in(folder)) if masters else {}
-        checkpoint.read_into({MODEL: {key: value for key, value in tensors.items() if key not in wide}})
-        save_file({**tensors, **wide}, os.path.join(folder, "file"), metadata={"format": "pt"})
-        os.replace(os.path.join(folder, "file"), target)
 
 
 def latest(directory: str | os.PathLike[str], thorough: bool = True) -> Path | None:

@@ -23,7 +23,7 @@ import time
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,10 +61,10 @@ def open_regular(path: Path) -> io.FileIO:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"'{path}' cannot be read: {error}") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise CheckpointError(f"{path} is no regular file")
+        raise CheckpointError(f"'{path}' is no regular file")
     return io.FileIO(descriptor)
 
 
@@ -72,7 +72,7 @@ def _read_small(path: Path) -> bytes:
     """The content of a manifest or of metadata."""
     with open_regular(path) as stream:
         if os.fstat(stream.fileno()).st_size > _MOST_BYTES:
-            raise CheckpointError(f"{path} has more than {_MOST_BYTES} bytes, which none of a checkpoint has")
+            raise CheckpointError(f"'{path}' has more than {_MOST_BYTES} bytes, which none of a checkpoint has")
         return stream.readall()
 
 
@@ -81,6 +81,7 @@ class _Summed(io.FileIO):
 
     crc, size = 0, 0
     failure: OSError | None = None  # torch.save raises another error then
+    progress: Progress | None = None
 
     def write(self, data: Any) -> int:
         try:
@@ -89,14 +90,17 @@ class _Summed(io.FileIO):
             self.failure = OSError(error.errno, error.strerror, self.name)
             raise
         self.crc, self.size = zlib.crc32(memoryview(data)[:count], self.crc), self.size + count
+        if self.progress is not None:
+            self.progress(count)
         return count
 
 
 class CheckedFileSystem(FileSystem):
     """DCP's access to files: sums up what is written, and reads regular files only."""
 
-    def __init__(self) -> None:
+    def __init__(self, progress: Progress | None = None) -> None:
         self.written: dict[str, FileSum] = {}
+        self._progress = progress  # of what is written
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
@@ -106,6 +110,7 @@ class CheckedFileSystem(FileSystem):
                 yield stream
             return
         summed = _Summed(path, "wb")
+        summed.progress = self._progress
         try:
             with io.BufferedWriter(summed, _WINDOW) as stream:
                 yield stream
@@ -129,9 +134,11 @@ def problem_in_file(path: Path, expected: FileSum, progress: Progress | None = N
     try:
         with open_regular(path) as stream:
             if os.fstat(stream.fileno()).st_size != expected.size >= 0:
-                return f"{path} has {os.fstat(stream.fileno()).st_size} bytes, not the {expected.size} that were saved"
+                return (
+                    f"'{path}' has {os.fstat(stream.fileno()).st_size} bytes, not the {expected.size} that were saved"
+                )
             if expected.old is not None:
-                return "" if old.is_sound(stream, expected.old, progress) else f"{path} is damaged"
+                return "" if old.is_sound(stream, expected.old, progress) else f"'{path}' is damaged"
             crc, window = 0, memoryview(bytearray(_WINDOW))
             while count := stream.readinto(window):
                 crc = zlib.crc32(window[:count], crc)
@@ -139,7 +146,7 @@ def problem_in_file(path: Path, expected: FileSum, progress: Progress | None = N
                     progress(count)
     except (CheckpointError, OSError) as error:
         return str(error)
-    return "" if f"{crc:08x}" == expected.crc32 else f"{path} is damaged: its checksum differs from the manifest's"
+    return "" if f"{crc:08x}" == expected.crc32 else f"'{path}' is damaged: its checksum differs from the manifest's"
 
 
 # --- the manifest -----------------------------------------------------------------------------------------------------
@@ -196,7 +203,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         orders = {str(key): [int(dim) for dim in order] for key, order in content.get("orders", {}).items()}
         return Manifest(int(content["sequence"]), files, parameters, orders)
     except Exception as error:  # of somebody else's file anything can be wrong
-        raise CheckpointError(f"{path} cannot be read as a manifest of shardstep: {error!r:.300}") from error
+        raise CheckpointError(f"'{path}' cannot be read as a manifest of shardstep: {error!r:.300}") from error
 
 
 def _problems_of_sizes(directory: Path, manifest: Manifest) -> Iterator[str]:
@@ -204,9 +211,9 @@ def _problems_of_sizes(directory: Path, manifest: Manifest) -> Iterator[str]:
     for name, file in manifest.files.items():
         path = directory / name
         if not path.is_file():
-            yield f"{path} is missing" if not path.exists() else f"{path} is no regular file"
+            yield f"'{path}' is missing" if not path.exists() else f"'{path}' is no regular file"
         elif path.stat().st_size != file.size >= 0:
-            yield f"{path} has {path.stat().st_size} bytes, not the {file.size} that were saved"
+            yield f"'{path}' has {path.stat().st_size} bytes, not the {file.size} that were saved"
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -247,7 +254,7 @@ class Reader(dcp.FileSystemReader):
         path = directory / METADATA
         if not directory.is_dir():
             what = "is no directory" if directory.exists() else "does not exist"
-            raise CheckpointError(f"{directory} {what}. Pass the directory of a checkpoint.")
+            raise CheckpointError(f"'{directory}' {what}. Pass the directory of a checkpoint.")
         if not is_checkpoint(directory):
             raise CheckpointError(explain_missing(directory))
         self.manifest = read_manifest(directory)
@@ -260,7 +267,7 @@ class Reader(dcp.FileSystemReader):
         try:
             metadata = dcp_metadata.read(_read_small(path))
         except dcp_metadata.MetadataError as error:
-            raise CheckpointError(f"{path} cannot be read as the metadata of a DCP checkpoint: {error}") from error
+            raise CheckpointError(f"'{path}' cannot be read as the metadata of a DCP checkpoint: {error}") from error
         self._check_places(metadata, directory)
         metadata.storage_meta = metadata.storage_meta or StorageMeta()
         metadata.storage_meta.load_id = self.load_id
@@ -277,11 +284,11 @@ class Reader(dcp.FileSystemReader):
         for name, most in used.items():
             path = directory / name
             if self.manifest is not None and name not in self.manifest.files:
-                raise CheckpointError(f"{directory / METADATA} speaks of {name!r}, which the manifest does not know")
+                raise CheckpointError(f"'{directory / METADATA}' speaks of {name!r}, which the manifest does not know")
             if not path.is_file():
-                raise CheckpointError(f"{path} is missing, or no regular file")
+                raise CheckpointError(f"'{path}' is missing, or no regular file")
             if max(most, lengths[name]) > path.stat().st_size:
-                raise CheckpointError(f"{path} is shorter than what it should hold. It is truncated.")
+                raise CheckpointError(f"'{path}' is shorter than what it should hold. It is truncated.")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         try:
@@ -291,7 +298,7 @@ class Reader(dcp.FileSystemReader):
         except Exception as error:  # torch.load raises anything for what it did not write
             names = sorted({self.storage_data[item.storage_index].relative_path for item in plan.items})
             raise CheckpointError(
-                f"{Path(self.path) / names[0]}{' or another file of it' if len(names) > 1 else ''} cannot be read: "
+                f"'{Path(self.path) / names[0]}'{' or another file of it' if len(names) > 1 else ''} cannot be read: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
@@ -309,7 +316,7 @@ class Reader(dcp.FileSystemReader):
                 damaged = f"{type(error).__name__}: {error}"
             if damaged is not None:
                 end = info.offset + info.length
-                yield f"{path} is damaged between bytes {info.offset} and {end} ({damaged})"
+                yield f"'{path}' is damaged between bytes {info.offset} and {end} ({damaged})"
             if progress is not None:
                 progress(info.length)
 
@@ -340,9 +347,9 @@ def put(tree: Any, path: tuple[Any, ...], value: Any) -> None:
 class Checkpoint:
     """A checkpoint directory that is open for reading."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, reader: type[Reader] = Reader) -> None:
         self.directory = directory
-        self.reader = Reader(directory)
+        self.reader = reader(directory)
         self.metadata = self.reader.read_metadata()
         self.manifest = self.reader.manifest
         self.entries = self.metadata.state_dict_metadata  # by key, DCP's description
@@ -362,17 +369,14 @@ class Checkpoint:
                 found[path[0] if path else ""] = entry if len(path) == 1 else None
         return found
 
-    def skeleton(self, *root: str, make: Callable[..., torch.Tensor] = torch.empty) -> dict[str, Any]:
-        """The part of the tree under ``root``, with tensors to read into and None for everything else.
-
-        ``make``: makes a tensor, of a size and ``dtype=``; for example one in a file that is mapped into memory.
-        """
+    def skeleton(self, *root: str) -> dict[str, Any]:
+        """The part of the tree under ``root``, with tensors to read into and None for everything else."""
         tree: dict[str, Any] = {}
         for key, entry in self.entries.items():
             path = self.paths[key]
             if path[: len(root)] == root:
                 is_tensor = isinstance(entry, TensorStorageMetadata)
-                put(tree, path, make(entry.size, dtype=entry.properties.dtype) if is_tensor else None)
+                put(tree, path, torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None)
         return tree
 
     def read_into(self, form: dict[str, Any], planner: LoadPlanner | None = None) -> None:
@@ -391,7 +395,7 @@ class Checkpoint:
             error = inner_error(wrapped)
             if isinstance(error, (CheckpointError, MemoryError, torch.OutOfMemoryError, KeyboardInterrupt)):
                 raise error from None
-            raise CheckpointError(f"{self.directory} cannot be read: {error}") from error
+            raise CheckpointError(f"'{self.directory}' cannot be read: {error}") from error
 
     def problems(self, share: int = 0, shares: int = 1, progress: Progress | None = None) -> Iterator[str]:
         """What is wrong with its files, of which every byte is read. ``share``: with the files of one of the shares."""
@@ -401,21 +405,6 @@ class Checkpoint:
         for name, file in sorted(self.manifest.files.items())[share::shares]:
             if problem := problem_in_file(self.directory / name, file, progress):
                 yield problem
-
-
-def mapped_in(folder: str) -> Callable[..., torch.Tensor]:
-    """Makes tensors whose memory is in files, for ``skeleton``: as large as the disk, and not the host's memory."""
-
-    def make(size: Sequence[int], *, dtype: torch.dtype) -> torch.Tensor:
-        count = torch.Size(size).numel()
-        if count == 0:
-            return torch.empty(tuple(size), dtype=dtype)
-        name = os.path.join(folder, secrets.token_hex(8))
-        tensor = torch.from_file(name, shared=True, size=count, dtype=dtype).view(tuple(size))
-        os.unlink(name)  # the memory stays until nobody uses it any more
-        return tensor
-
-    return make
 
 
 def inner_error(error: BaseException) -> BaseException:
@@ -502,8 +491,8 @@ def explain_missing(directory: Path) -> str:
     """What to say of a directory that was taken for a checkpoint."""
     with suppress(OSError):
         for one in newest_first(directory):
-            return f"{directory} is a directory of checkpoints. Pass one of them; the newest is {one.path}"
-    return f"{directory} holds no checkpoint (no {METADATA}). Check the path."
+            return f"'{directory}' is a directory of checkpoints. Pass one of them; the newest is '{one.path}'"
+    return f"'{directory}' holds no checkpoint (no {METADATA}). Check the path."
 
 
 def aside_of(directory: Path, token: str) -> Path:
@@ -518,7 +507,7 @@ def prepare(directory: Path, aside: Path) -> None:
     """Make the directory beside. What an interrupted save left there is deleted, once nothing is written to it."""
     if directory.is_symlink() or (directory.exists() and not _is_replaceable(directory)):
         raise FileExistsError(
-            f"{directory} is neither a checkpoint, which is replaced, nor an empty directory. Choose another path."
+            f"'{directory}' is neither a checkpoint, which is replaced, nor an empty directory. Choose another path."
         )
     leftover = re.compile(rf"\.{re.escape(directory.name)}\.[0-9a-f]+\{_SAVING}")
     for path in directory.parent.iterdir() if directory.parent.is_dir() else ():

@@ -519,20 +519,6 @@ class ModelPlaces:
         self._model.load_state_dict(chosen, strict=self._strict)
 
 
-def read_masters(checkpoint: Checkpoint, tensors: Mapping[str, Tensor], make: Any) -> dict[str, Tensor]:
-    """The float32 masters in a checkpoint, by the names of the model's 16-bit tensors that have one."""
-    places: dict[str, Any] = {}
-    found: dict[str, Tensor] = {}
-    for key, entry in checkpoint.entries.items():
-        path = checkpoint.paths[key]
-        if path[0] == OPTIM and path[-1] == MASTER and path[-3] == STATE and path[-2] in tensors:
-            place = make(_size_of(entry), dtype=torch.float32)
-            put(places, path, place)
-            found[path[-2]] = place
-    checkpoint.read_into(places)
-    return found
-
-
 def settle(differences: Differences, directory: Path, strict: bool, stacklevel: int) -> None:
     """ValueError if the checkpoint does not fit and ``strict``, else a warning."""
     if not differences:

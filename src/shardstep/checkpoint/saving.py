@@ -209,10 +209,14 @@ class Writer(dcp.FileSystemWriter):
     """DCP's writer. Each rank adds sizes and checksums to what it reports; ``commit`` gets them all, on rank 0."""
 
     def __init__(
-        self, aside: Path, orders: dict[str, list[int]], commit: Callable[[dict[str, FileSum], dict[str, Any]], None]
+        self,
+        aside: Path,
+        orders: dict[str, list[int]],
+        commit: Callable[[dict[str, FileSum], dict[str, Any]], None],
+        progress: files.Progress | None = None,
     ) -> None:
         super().__init__(aside, single_file_per_rank=True, sync_files=True)
-        self._checked = files.CheckedFileSystem()
+        self._checked = files.CheckedFileSystem(progress)
         self.fs: FileSystem = self._checked
         self._orders, self._commit = orders, commit
 
@@ -268,6 +272,7 @@ class Save(NamedTuple):
     keep: int | None
     line: Line
     staged: Staged | None = None
+    progress: files.Progress | None = None
 
     def run(self) -> None:
         """Collective: write, and give the directory its name."""
@@ -275,7 +280,7 @@ class Save(NamedTuple):
         try:
             if self.staged is not None:
                 self.staged.wait()
-            writer = Writer(self.aside, dict(orders_in(self.form)), self._commit)
+            writer = Writer(self.aside, dict(orders_in(self.form)), self._commit, self.progress)
             _dcp_save(self.form, writer, self.line.process_group)
         except CheckpointException as error:  # every rank hears of it, and nobody writes any more
             files.discard(self.aside)
@@ -311,12 +316,17 @@ def _dcp_save(form: dict[str, Any], writer: Writer, group: dist.ProcessGroup | N
             state_dict_saver._save_state_dict(form, writer, no_dist=True, planner=Planner())
 
 
-def save_alone(directory: Path, form: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+def save_alone(
+    directory: Path,
+    form: dict[str, Any],
+    shapes: dict[str, tuple[int, ...]],
+    progress: files.Progress | None = None,
+) -> None:
     """Save a form that this process has whole."""
     line, aside = Line(process_group.alone()), files.aside_of(directory, secrets.token_hex(4))
     files.prepare(directory, aside)
     try:
-        Save(directory, aside, form, shapes, None, line).run()
+        Save(directory, aside, form, shapes, None, line, progress=progress).run()
     except Told as told:
         raise told.error from None
 
