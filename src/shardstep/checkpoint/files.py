@@ -197,7 +197,7 @@ def read_manifest(directory: Path) -> Manifest | None:
         else:
             files = {name: FileSum(int(row["bytes"]), str(row["crc32"])) for name, row in content["files"].items()}
         for name in files:
-            if not name or name in (".", "..") or "/" in name or "\0" in name:
+            if not dcp_metadata.is_plain_name(name):
                 raise ValueError(f"it speaks of a file outside the directory: {name[:100]!r}")
         parameters = {str(name): tuple(map(int, shape)) for name, shape in content["parameters"].items()}
         orders = {str(key): [int(dim) for dim in order] for key, order in content.get("orders", {}).items()}
