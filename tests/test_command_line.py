@@ -239,6 +239,17 @@ def test_convert_takes_an_optimizer_that_lies_deeper(tmp_path, capsys):
     assert_same(load(tmp_path / "model.pt"), dict(state.model.state_dict()))
 
 
+def test_convert_takes_one_of_several_optimizers(tmp_path, capsys):
+    model, first = plain(2)
+    second = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    step(model, second, range(2))
+    checkpoint.save(tmp_path / "saved", {"adamw": first, "sgd": second}, model)
+    assert run("convert", tmp_path / "saved", tmp_path / "out.pt") == 2
+    assert "under 'optim.adamw' and 'optim.sgd': pass --key optim.adamw" in the_line(capsys.readouterr().err)
+    assert run("convert", tmp_path / "saved", tmp_path / "out.pt", "--key", "optim.sgd") == 0
+    assert_same(load(tmp_path / "out.pt"), second.state_dict())
+
+
 def test_state_that_is_not_there_is_told(tmp_path, capsys):
     assert run("convert", SAVED / "saved_by_0_1" / "consolidated-3" / "marked.state", tmp_path / "dir") == 1
     assert "Convert what rank 1 saved" in the_line(capsys.readouterr().err)
@@ -406,30 +417,22 @@ def test_a_checkpoint_that_lacks_a_file_is_damaged_not_a_wrong_path(command, pla
         assert lost in the_line(capsys.readouterr().err)
 
 
-def test_verify_reads_every_byte_of_what_dcp_wrote_too(tmp_path, capsys):
+def test_verify_reads_every_byte_of_what_dcp_wrote_too_whatever_a_file_holds(tmp_path, capsys):
     save_with_dcp({"x": torch.arange(5000.0)}, tmp_path / "dcp")
     assert run("verify", tmp_path / "dcp") == 0
     path = tmp_path / "dcp" / "__0_0.distcp"
-    data = bytearray(path.read_bytes())
-    data[data.index(torch.arange(5000.0).numpy().tobytes()) + 1000] ^= 1
-    path.write_bytes(data)
-    assert run("verify", tmp_path / "dcp") == 1
-    assert str(path) in the_line(capsys.readouterr().err)
-
-
-def test_verify_without_a_manifest_tells_what_is_damaged_whatever_a_file_holds(tmp_path, capsys):
-    save_with_dcp({"x": torch.arange(5000.0)}, tmp_path / "dcp")
-    path = tmp_path / "dcp" / "__0_0.distcp"
     whole = path.read_bytes()
-    place = whole.rindex(b"PK\x01\x02")  # the last record of the archive's directory: its name is in UTF-8
-    named = whole[: place + 8] + b"\x00\x08" + whole[place + 10 : place + 46] + b"\xff\xfe" + whole[place + 48 :]
+    name = whole.rindex(b"PK\x01\x02") + 46  # the last one in the archive's directory, with the flag for UTF-8
+    named = whole[: name - 38] + b"\x00\x08" + whole[name - 36 : name] + b"\xff\xfe" + whole[name + 2 :]
+    data = whole.index(torch.arange(5000.0).numpy().tobytes()) + 1000
     generator = torch.Generator().manual_seed(0)
     places = torch.randint(whole.index(b"PK\x01\x02"), len(whole), (200,), generator=generator).tolist()
-    for content in (named, *(whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :] for at in places)):
+    flipped = [whole[:at] + bytes([whole[at] ^ 0xFF]) + whole[at + 1 :] for at in (data, *places)]
+    for number, content in enumerate([named, *flipped]):
         path.write_bytes(content)
-        assert run("verify", tmp_path / "dcp") in (0, 1)  # some bytes say nothing: dates, attributes
+        assert run("verify", tmp_path / "dcp") in ([1] if number < 2 else [0, 1])  # some bytes say nothing: dates
         captured = capsys.readouterr().err
-        assert content is not named or str(path) in the_line(captured)
+        assert number >= 2 or str(path) in the_line(captured)
 
 
 class Reduced:
@@ -509,7 +512,7 @@ def test_a_full_disk_is_told_in_one_line_and_leaves_nothing(place):
     done = subprocess.run(command, capture_output=True, text=True, preexec_fn=limit)
     assert done.stdout.split() == ["2", "2", "2"], done.stderr
     for line, name in zip(done.stderr.splitlines(), ("out.pt", "out.safetensors", "new"), strict=True):
-        assert line == f"shardstep: '{place / name}': File too large. Write elsewhere."
+        assert line == f"shardstep: '{place / name}': File too large"
     assert files_in(place) == before
     assert not list(place.glob(".*"))
 

@@ -41,11 +41,6 @@ _EXIT_CODES = (
     'output pipe closed. With --json there is one object on standard output, {"error": ...} if the command failed; the '
     "error line is printed to standard error as well."
 )
-_REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space, or write elsewhere."),
-    **dict.fromkeys((errno.EFBIG, errno.EROFS), "Write elsewhere."),
-    **dict.fromkeys((errno.EACCES, errno.EPERM), "Check the permissions."),
-}
 _PATIENCE = 1.0  # seconds of work before progress is shown
 _MOST_STEPS = 256  # step counters that inspect reads
 _UNREADABLE = "(not plain data)"  # stands for a value that only code could read
@@ -87,8 +82,7 @@ def _run(args: Namespace) -> int:
 
 def _line(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
-        where = f"'{error.filename}': " if error.filename else ""
-        return f"{where}{error.strerror}. {_REMEDIES.get(error.errno or 0, 'Check the path.')}"
+        return f"'{error.filename}': {error.strerror}" if error.filename else error.strerror
     return " ".join(str(error).split())
 
 
@@ -162,10 +156,10 @@ def _open(path: Path) -> Checkpoint:
 
 def _check_target(path: Path, force: bool, to_directory: bool) -> None:
     parent = Path(os.path.abspath(path)).parent
-    if not parent.exists():
+    if not parent.is_dir():
         raise ValueError(f"no such directory: '{parent}'. Make it: mkdir -p '{parent}'")
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(f"'{parent}' is not a directory that can be written to")
+    if not os.access(parent, os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
     if not path.exists() or (to_directory and path.is_dir() and not any(path.iterdir())):
         return
     if to_directory and not (path.is_dir() and is_checkpoint(path)):
@@ -370,8 +364,9 @@ def _short(value: Any) -> str:
 
 
 def _print_table(headers: list[str], rows: list[list[str]]) -> None:
-    widths = [max(map(len, column)) for column in zip(headers, *rows, strict=True)]
-    for row in [headers, *rows]:
+    cells = [["".join(c if c.isprintable() else "?" for c in cell) for cell in row] for row in [headers, *rows]]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for row in cells:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
 
 
@@ -419,14 +414,12 @@ def _rich_bar(what: str, total: int) -> Any:
     """False if there is no rich, or no terminal to draw on."""
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import Progress
     except ImportError:
         return False
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    bar = Progress(console=Console(stderr=True))
+    if not bar.console.is_terminal:
         return False
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    bar = Progress(*columns, console=console)
     bar.add_task(what, total=total)
     bar.start()
     return bar
