@@ -54,8 +54,6 @@ def optimizers_in(given: Any) -> dict[str, Optimizer]:
         chosen = {str(position): optimizer for position, optimizer in enumerate(given)}
     else:
         chosen = {"": given}
-    if not chosen or any("." in key for key in chosen):
-        raise ValueError("checkpoint needs at least one optimizer, and names without dots if you pass a dict.")
     chosen = {key: unwrapped_optimizer(optimizer) for key, optimizer in chosen.items()}
     for optimizer in chosen.values():
         if not isinstance(optimizer, Optimizer):
@@ -63,6 +61,10 @@ def optimizers_in(given: Any) -> dict[str, Optimizer]:
                 f"optimizer expects a ZeroRedundancyOptimizer or a torch.optim.Optimizer but got "
                 f"{type(optimizer).__qualname__}. Pass the optimizer itself, not its state dict."
             )
+    if not chosen:
+        raise TypeError(f"optimizer expects one optimizer or several but got an empty {type(given).__qualname__}.")
+    if any("." in key for key in chosen):
+        raise ValueError(f"the names of optimizers in a dict must have no dots, but they are {list(chosen)}.")
     return chosen
 
 
@@ -86,7 +88,7 @@ class Opaque:
             torch.load(io.BytesIO(self.data), map_location="cpu", weights_only=True)
         except pickle.UnpicklingError as error:
             raise TypeError(
-                f"{key} is a {type(value).__qualname__}, which could not be loaded without running code. Save its "
+                f"{key} is a {type(value).__qualname__}, which cannot be loaded without running code. Save its "
                 "plain data: numbers, strings, lists, dicts and tensors."
             ) from error
 
