@@ -22,8 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from shardstep import ZeroRedundancyOptimizer
-from shardstep.tools import cli
+from shardstep import ZeroRedundancyOptimizer, cli
 from tests.harness import run_ranks
 from tests.launch import ENVIRONMENT, ROOT
 from tests.surroundings import as_under_torchrun

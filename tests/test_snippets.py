@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import pytest
 
-from shardstep.tools import cli
+from shardstep import cli
 from tests.harness import run_ranks
 
 ROOT = Path(__file__).parent.parent

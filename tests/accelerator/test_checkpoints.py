@@ -8,8 +8,7 @@ from __future__ import annotations
 import resource
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from shardstep import ZeroRedundancyOptimizer, checkpoint
+from shardstep.checkpoint import saving
 from tests.accelerator import simulated
-from tests.accelerator.devices import DEVICE, device, host_reads, on_device, ranks, run_ranks, same, simulation_only
+from tests.accelerator.devices import device, host_reads, on_device, ranks, run_ranks, same, simulation_only
 from tests.accelerator.simulated import Entry, Log
 from tests.accelerator.timeline import Timeline
 from tests.accelerator.training import OPTIMIZERS, loss_of, small_model, train_plainly
@@ -60,18 +60,14 @@ def values_of(model: nn.Module, optimizer: Any) -> list[Tensor]:
 
 @contextmanager
 def writing_later() -> Iterator[None]:
-    """Threads begin to work at the end. (What one has waited for counts for all on the simulated device.)"""
-    submit, may_begin = ThreadPoolExecutor.submit, threading.Event()
-
-    def submit_later(self: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return submit(self, lambda: (may_begin.wait(), function(*args, **kwargs))[1])
-
-    ThreadPoolExecutor.submit = submit_later  # type: ignore[method-assign]
+    """Threads begin to write at the end. (What one has waited for counts for all on the simulated device.)"""
+    run, may_begin = saving.Save.run, threading.Event()
+    saving.Save.run = lambda job: (may_begin.wait(), run(job))[1]  # type: ignore[method-assign]
     try:
         yield
     finally:
         may_begin.set()
-        ThreadPoolExecutor.submit = submit  # type: ignore[method-assign]
+        saving.Save.run = run  # type: ignore[method-assign]
 
 
 def _write(how: str, model: nn.Module, optimizer: Any, before: Any) -> None:
@@ -98,7 +94,7 @@ def _change_after_a_save(rank: int, world: int, how: str, folder: str) -> None:
     optimizer = build(model, shard_gradients=True)
     train(model, optimizer, 0, range(2))  # all ranks have one batch, and so one buffer
     before, expected = optimizer.sharded_state_dict(), values_of(model, optimizer)
-    extra = {"random": torch.arange(5, device=device()), "nested": {"mean": (torch.ones(3, device=device()), 2)}}
+    extra = {"random": torch.arange(5, device=device()), "nested": {"mean": [torch.ones(3, device=device()), 2]}}
     with writing_later():
         with host_reads() as reads:
             handle = checkpoint.save(folder, optimizer, model=model, extra=extra, asynchronous=True)
@@ -170,7 +166,7 @@ class Large(nn.Module):
 
 
 @on_device
-def _save_large(rank: int, world: int, folder: str) -> Log | None:
+def _save_large(rank: int, world: int, folder: str) -> None:
     """And to a disk that is full: the error, and so all that was there when it was raised, is kept for a while."""
     model, (kind, options) = Large().to(device()), OPTIMIZERS["SGD"]
     optimizer = ZeroRedundancyOptimizer(model.parameters(), kind, **options)
@@ -182,8 +178,7 @@ def _save_large(rank: int, world: int, folder: str) -> Log | None:
 
     step(0.5)
     saved = [param.detach().cpu().clone() for param in model.parameters()]
-    with simulated.tracing() if DEVICE == "sim" else nullcontext() as log:
-        checkpoint.save(f"{folder}/good", optimizer, model=model)
+    checkpoint.save(f"{folder}/good", optimizer, model=model)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20 * 2**20, resource.RLIM_INFINITY))
     with pytest.raises(OSError, match="File too large") as kept:
         checkpoint.save(f"{folder}/full", optimizer, model=model)
@@ -197,19 +192,10 @@ def _save_large(rank: int, world: int, folder: str) -> Log | None:
     assert model.tied is model.other
     momentum = [optimizer.full_state(param)["momentum_buffer"].cpu() for param in model.parameters()]
     torch.testing.assert_close(momentum, [0.5 * weight / (1 - 0.05) for weight in saved], rtol=1e-5, atol=1e-6)
-    return log
 
 
-def test_a_buffer_is_copied_while_the_one_before_it_is_written_and_a_full_disk_stops_nobody(tmp_path: Path) -> None:
-    logs = run_ranks(_save_large, 1, str(tmp_path))
-    if DEVICE != "sim":
-        return
-    intervals = Timeline(logs).intervals
-    copies = [one for one in intervals if one.kind == "copy"]
-    waits = [one for one in intervals if one.kind == "host waits"]
-    assert len(waits) >= 5
-    for wait in waits[:-1]:  # when the host goes on to write a buffer, copies to the other one are launched already
-        assert any(copy.at < wait.at and copy.end > wait.end for copy in copies)
+def test_a_full_disk_stops_nobody_and_what_was_saved_before_is_loaded(tmp_path: Path) -> None:
+    run_ranks(_save_large, 1, str(tmp_path))
 
 
 @on_device

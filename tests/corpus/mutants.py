@@ -40,8 +40,7 @@ FILES = (
         "plain", "shard", "state_dicts", "view",
     )),
     *(f"checkpoint/{name}.py" for name in (
-        "__init__", "adapter", "contribution", "keys", "leaves", "load_job", "load_targets", "model_masters",
-        "save_job", "snapshot", "storage/manifest", "storage/merged_metadata", "storage/reader", "storage/writer",
+        "__init__", "files", "forms", "metadata", "saving",
     )),
     "comm/collectives.py", "comm/host_channel.py", "comm/reductions.py", "comm/shared_memory.py", "comm/topology.py",
 )  # fmt: skip

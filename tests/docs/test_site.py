@@ -11,7 +11,7 @@ from markdown_it import MarkdownIt
 
 import shardstep
 import shardstep.checkpoint
-from shardstep.tools import cli
+from shardstep import cli
 from tests.docs import site as sites
 from tests.docs.site import ROOT, Outline, Page, article, build, markdown_pages, problems
 

@@ -58,7 +58,7 @@ def test_every_module_can_be_imported_beside_torch_alone(environment: Environmen
     assert set(imported) | {"shardstep"} == {name.removesuffix(".__init__") for name in modules}
 
 
-@pytest.mark.parametrize("command", [["shardstep"], ["python", "-m", "shardstep.tools.cli"]], ids=" ".join)
+@pytest.mark.parametrize("command", [["shardstep"], ["python", "-m", "shardstep"]], ids=" ".join)
 def test_the_command_tells_the_version(command: list[str], environment: Environment, tmp_path: Path):
     printed = environment.run(*command, "--version", cwd=tmp_path)
     assert printed == f"shardstep {shardstep.__version__}\n"
@@ -79,7 +79,7 @@ def test_the_example_of_the_readme_saves_what_the_command_verifies(environment: 
 
 
 def test_the_examples_need_nothing_but_the_package(environment: Environment, tmp_path: Path):
-    """Not even numpy, which torch itself asks for in some of its functions."""
+    """And what it depends on: torch and numpy."""
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     sizes = ["--layers", "1", "--width", "32", "--heads", "2"]
     short = [*sizes, *["--context", "16", "--batch-size", "4", "--steps", "4"]]

@@ -12,7 +12,6 @@ import re
 import shutil
 import time
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,7 @@ RANKS = 3
 
 def save_and_be_killed(rank: int, world: int, parent: Path, victim: int, touch: float, outcome: Path) -> int:
     """Resume, make a step, replace the checkpoint; meanwhile the victim is killed. Returns its touches of the disk."""
-    # The optimizer's group has a short time-out. Barriers of the other one let no rank fall behind on a busy machine.
-    hasty = dist.new_group(timeout=timedelta(seconds=2))
-    model, optimizer = sharded(0, process_group=hasty)
+    model, optimizer = sharded(0)
     found = checkpoint.resume(parent, optimizer, model)
     steps = found[1]["step"] if found else 0
     step(model, optimizer, range(steps, steps + 1))
@@ -68,9 +65,8 @@ def test_a_rank_that_is_killed_in_a_save_leaves_a_complete_checkpoint_and_the_ot
         for rank in set(range(RANKS)) - {victim}:
             told, took = json.loads((outcome / f"{rank}.json").read_text())
             saved = saved or told == "saved"
-            # A meeting may wait for the time-out (and 5 s more for a rank that dies while it counts the votes), the
-            # messages that follow it once more. Without a time-out it would be minutes.
-            assert took < 2 * 2 + 5 + 2.5, f"killed at {touch} of {touches}: rank {rank} was busy for {took:.1f} s"
+            # Without looking it would be the group's time-out, a minute here, for those that wait for a third rank.
+            assert took < 8, f"killed at {touch} of {touches}: rank {rank} was busy for {took:.1f} s"
         newest = checkpoint.latest(parent)
         assert newest is not None, f"killed at {touch} of {touches}: no checkpoint is left in {os.listdir(parent)}"
         steps = assert_holds(newest, [steps + 1] if saved else [steps, steps + 1])

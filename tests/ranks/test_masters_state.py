@@ -14,12 +14,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import SGD, AdamW
 
-from shardstep import ZeroRedundancyOptimizer, checkpoint
-from shardstep.tools import cli
+from shardstep import ZeroRedundancyOptimizer, checkpoint, cli
 from tests.harness import run_ranks
 from tests.oracle import assert_same, values
 from tests.ranks.test_masters import KEPT, SMALL, rounded
@@ -254,10 +254,14 @@ def test_the_command_line_shows_masters_and_writes_the_model_from_them(mode, tmp
     status, printed = call("convert", saved, model, "--master")
     if mode == "stochastic":
         assert (status, model.exists()) == (2, False)
-        assert "--master expects a checkpoint with float32 masters" in printed.err
+        assert "has no float32 masters of the model" in printed.err
         return
     assert status == 0, printed.err
     masters["head.weight"] = masters["embedding.weight"]
     expected = {name: value.float() if value.dtype == torch.bfloat16 else value for name, value in weights.items()}
     expected |= {name: master for name, master in masters.items() if master is not None}
     assert_same(torch.load(model, weights_only=True), expected, "in float32")
+    assert call("convert", saved, tmp_path / "model.safetensors", "--master")[0] == 0
+    checkpoint.export_model(saved, tmp_path / "exported.safetensors", master=True)
+    for name in ("model", "exported"):
+        assert_same(load_file(tmp_path / f"{name}.safetensors"), expected, "in float32")

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import pickle
 import random
+import re
+import resource
 import shutil
 import struct
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path, PosixPath
@@ -20,7 +25,8 @@ from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
 from shardstep import checkpoint
-from shardstep.checkpoint import CheckpointError, Reader
+from shardstep.checkpoint import CheckpointError, Reader, metadata
+from shardstep.checkpoint.metadata import _tile as tile
 from tests.checkpoints import Weights, assert_holds, die_before, everything_in, let_pass, plain
 from tests.oracle import assert_same
 
@@ -82,6 +88,36 @@ def test_pruning_leaves_a_save_alone_that_is_going_on_beside(tmp_path):
     handle.wait()
     for name in ("g", "d"):
         checkpoint.verify(tmp_path / name)
+
+
+def test_links_count_for_nothing_and_nobody_deletes_or_renames_them(tmp_path):
+    outside = saved(tmp_path / "elsewhere" / "best", 9)
+    saved(tmp_path / "c" / "step1", 1)
+    links = {"latest": "step1", "best": outside, ".best.replaced": outside, ".x.saving": outside, ".y.deleted": outside}
+    for name, target in links.items():
+        (tmp_path / "c" / name).symlink_to(target)
+    let_pass(25 * 3600, tmp_path / "c")
+    for steps in (2, 3):
+        saved(tmp_path / "c" / f"step{steps}", steps, keep=2)
+    assert set(os.listdir(tmp_path / "c")) == {"step2", "step3", *links}
+    assert checkpoint.latest(tmp_path / "c") == tmp_path / "c" / "step3"
+    assert_holds(outside, 9)
+
+
+def test_a_checkpoint_without_a_manifest_is_found_and_loaded_with_a_warning(tmp_path):
+    for steps in (1, 2, 3):
+        saved(tmp_path / f"{9 - steps}", steps)
+        os.utime(tmp_path / f"{9 - steps}" / ".metadata", (steps, steps))
+    for steps in (3, 1):
+        (tmp_path / f"{9 - steps}" / "shardstep.json").unlink()
+        model, optimizer = plain(0)
+        with pytest.warns(UserWarning, match=r"6 has no shardstep\.json"):
+            found = checkpoint.resume(tmp_path, optimizer, model)
+        assert found == (tmp_path / "6", {"step": 3})
+        assert checkpoint.latest(tmp_path) == tmp_path / "6"
+    (tmp_path / "6" / "__0_0.distcp").unlink()
+    with pytest.warns(UserWarning, match="skipped"):
+        assert checkpoint.resume(tmp_path, optimizer, model) == (tmp_path / "7", {"step": 2})
 
 
 def test_when_no_checkpoint_can_be_read_resume_does_not_start_over(tmp_path):
@@ -202,6 +238,23 @@ def test_verify_finds_every_flipped_bit_and_latest_takes_the_one_before(name, tm
     assert checkpoint.latest(tmp_path) == path
 
 
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_verify_of_a_directory_of_dcp_tells_damage_and_raises_nothing_else(name, tmp_path):
+    path, chance, found = saved(tmp_path / "c"), random.Random(6), 0
+    (path / "shardstep.json").unlink()
+    checkpoint.verify(path)
+    data = (path / name).read_bytes()
+    for _ in range(200):
+        flipped = bytearray(data)
+        flipped[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+        (path / name).write_bytes(flipped)
+        try:
+            checkpoint.verify(path)
+        except CheckpointError:
+            found += 1
+    assert found > 40  # (what is in no checksum of an archive is not noticed)
+
+
 # --- metadata that does harm: DCP's is a pickle -----------------------------------------------------------------------
 
 
@@ -219,7 +272,7 @@ def good_metadata(**fields: Any) -> dcp_metadata.Metadata:
     properties = dcp_metadata.TensorProperties(dtype=torch.float64)
     chunk = dcp_metadata.ChunkStorageMetadata(torch.Size([0]), torch.Size([3]))
     entry = dcp_metadata.TensorStorageMetadata(properties, torch.Size([3]), [chunk])
-    found = dcp_metadata.Metadata({"a": entry}, {"a": ("a",)}, {INDEX: _StorageInfo("__0_0.distcp", 0, 10)})
+    found = dcp_metadata.Metadata({"a": entry}, {"a": ("a",)}, {INDEX: _StorageInfo("__0_0.distcp", 0, 30)})
     for name, value in fields.items():
         setattr(found, name, value)
     return found
@@ -333,6 +386,124 @@ def test_metadata_is_checked_under_python_O_too(tmp_path):
     command = [sys.executable, "-O", "-W", "ignore", "-c", code, str(tmp_path / "c"), str(tmp_path / "ran")]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
+
+
+def hostile() -> Iterator[tuple[str, bytes]]:
+    """Small files that take all memory, or never end."""
+    yield "a large memo", b"\x80\x04Nr\xff\xff\xff\x1f."
+    yield "many bytes", b"\x80\x05\x96\x00\x00\x00\x00\x01\x00\x00\x00."
+    doubled = b"".join(b"h" + bytes([number]) + b"h" + bytes([number]) + b"\x86\x94" for number in range(200))
+    yield "a key that is nested twice 200 times", b"\x80\x04})\x94" + doubled + b"Ns."
+    yield "a key that is nested deeply", b"\x80\x04})" + b"\x85" * 3_000_000 + b"Ns."
+    entry = good_metadata().state_dict_metadata["a"]
+    lists = b"".join(b"]\x94h" + bytes([number]) + b"ah" + bytes([number]) + b"a" for number in range(3, 200))
+    yield (
+        "a layout that is a list of lists",
+        b"\x80\x04\x8c\x13torch.serialization\x94\x8c\x0b_get_layout\x94\x93\x94]\x94" + (lists + b"\x85R."),
+    )
+    path = ("x",) * 10_000
+    many = {f"b{number}": path for number in range(100_000)}
+    yield "one long path for many keys", pickle.dumps(good_metadata(planner_data={**many, "a": ("a",)}))
+    index = dcp_metadata.MetadataIndex("a.300000000", [0], 0)
+    far = dcp_metadata.Metadata({"a.300000000": entry}, {"a.300000000": ("a", 300_000_000)}, {index: PLACE})
+    yield "a far position", pickle.dumps(far)
+    for what, sizes in {
+        "a hole": [(0, 1), (2, 1)],
+        "an overlap": [(0, 2), (1, 2)],
+        "nothing": [],
+        "less": [(0, 1)],
+    }.items():
+        chunks = [dcp_metadata.ChunkStorageMetadata(torch.Size([o]), torch.Size([n])) for o, n in sizes]
+        torn = good_metadata()
+        torn.state_dict_metadata["a"].chunks = chunks
+        torn.storage_data = {dcp_metadata.MetadataIndex("a", [o], 0): PLACE for o, _ in sizes}
+        yield what, pickle.dumps(torn)
+    large = good_metadata()
+    large.state_dict_metadata["a"].size = large.state_dict_metadata["a"].chunks[0].sizes = torch.Size([10**12])
+    yield "a tensor of 8 TB", pickle.dumps(large)
+
+
+PLACE = _StorageInfo("__0_0.distcp", 0, 30)
+
+
+def test_small_files_take_little_memory_and_time_and_chunks_must_cover_their_tensor(tmp_path):
+    path = saved(tmp_path / "c")
+    (path / "shardstep.json").unlink()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    for what, data in hostile():
+        (path / ".metadata").write_bytes(data)
+        resource.setrlimit(resource.RLIMIT_AS, (used + 2**30, hard))
+        try:
+            began = time.monotonic()
+            for attempt in readers(path):
+                with pytest.raises(CheckpointError, match="metadata"):
+                    attempt()
+            assert time.monotonic() - began < 20, what
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
+
+
+def test_every_tiling_is_accepted_and_nothing_else():
+    """Boxes in three dimensions, cut at random; then one is moved, left out, or there twice."""
+    chance = random.Random(7)
+    for _ in range(200):
+        boxes = [((0, 0, 0), (4, 6, 5))]
+        while len(boxes) < 6:
+            offsets, sizes = boxes.pop(0)
+            dim = chance.randrange(3)
+            at = chance.randrange(sizes[dim] + 1)
+            for start, length in ((0, at), (at, sizes[dim] - at)):
+                moved = tuple(o + start * (d == dim) for d, o in enumerate(offsets))
+                boxes.append((moved, tuple(length if d == dim else n for d, n in enumerate(sizes))))
+        full = [number for number, (_, sizes) in enumerate(boxes) if 0 not in sizes]
+        wrong = chance.choice(full)
+        variants = [boxes, boxes[:wrong] + boxes[wrong + 1 :], [*boxes, boxes[wrong]]]
+        (offsets, sizes), other = boxes[wrong], list(boxes)
+        other[wrong] = (tuple(o + (d == 0) for d, o in enumerate(offsets)), sizes)
+        for variant, is_whole in zip([*variants, other], (True, False, False, False), strict=True):
+            chunks = [dcp_metadata.ChunkStorageMetadata(torch.Size(o), torch.Size(n)) for o, n in variant]
+            entry = dcp_metadata.TensorStorageMetadata(dcp_metadata.TensorProperties(), torch.Size([4, 6, 5]), chunks)
+            assert tile(entry) is is_whole, variant
+
+
+@pytest.mark.parametrize("name", ["shardstep.json", ".metadata", "__0_0.distcp"])
+def test_pipes_and_devices_are_refused_and_not_read(name, tmp_path):
+    path = saved(tmp_path / "c")
+    (path / name).unlink()
+    for make in (lambda: os.mkfifo(path / name), lambda: (path / name).symlink_to("/dev/zero")):
+        make()
+        for attempt in readers(path):
+            with pytest.raises(CheckpointError, match=re.escape(str(path / name))):
+                attempt()
+        assert checkpoint.latest(tmp_path) is None
+        (path / name).unlink()
+
+
+def test_a_name_in_the_manifest_that_leads_outside_is_not_read(tmp_path):
+    path = saved(tmp_path / "c")
+    content = json.loads((path / "shardstep.json").read_text())
+    content["files"]["/etc/shadow"] = content["files"]["__0_0.distcp"]
+    del content["sha256"]
+    digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (path / "shardstep.json").write_text(json.dumps({**content, "sha256": digest}))
+    with pytest.raises(CheckpointError, match="outside the directory"):
+        checkpoint.verify(path)
+
+
+def test_fields_that_other_versions_of_torch_write_are_left_out(tmp_path):
+    """As torch 2.15 writes strides, and 2.9 a version. What is known is read."""
+    later = good_metadata()
+    later.state_dict_metadata["a"].quality = "fine"
+    later.storage_data[INDEX].compression = ["none"]
+    later.epoch = 3
+    found = metadata.read(pickle.dumps(later))
+    assert not hasattr(found, "epoch")
+    assert vars(found.storage_data[INDEX]).keys() <= vars(good_metadata().storage_data[INDEX]).keys()
+    properties = dcp_metadata.TensorProperties(dtype=torch.float64)
+    wider = dcp_metadata.TensorProperties()
+    metadata._fill(wider, (*properties.__getstate__(), (1,)))
+    assert wider == properties
 
 
 @pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "sub/../../secret", "..", "", "sub/file", "a\0b"])
