@@ -1699,7 +1699,7 @@ CHECKPOINTS = trains(
       for call in (checkpoint.save, checkpoint.load, checkpoint.resume)
       for what, make, words in (
           ("an unknown wrapper", Around, WRAPPER),
-          ("a list", lambda optimizer: [optimizer], "optimizer expects|list"),
+          ("an empty list", lambda optimizer: [], "optimizer expects|list"),
           ("a state dict", lambda optimizer: {}, "optimizer expects|dict"))),
     Row("save over a file", to_file, EITHER + (FileExistsError,), "directory expects a new path|Choose another"),
     Row("load of nothing", lambda t: checkpoint.load(t.folder / "c", t.ours.optimizer), checkpoint.CheckpointError,

@@ -118,7 +118,8 @@ def save(
     except BaseException:
         if staged is not None:
             staged.wait()
-        files.discard(files.aside_of(path, token))
+        if path.name:
+            files.discard(files.aside_of(path, token))
         raise
     job = Save(path, files.aside_of(path, token), form, shapes, keep, line, staged)
     handle = SaveHandle(path, line.start(job.run))

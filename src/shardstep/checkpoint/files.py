@@ -507,7 +507,8 @@ def prepare(directory: Path, aside: Path) -> None:
     """Make the directory beside. What an interrupted save left there is deleted, once nothing is written to it."""
     if directory.is_symlink() or (directory.exists() and not _is_replaceable(directory)):
         raise FileExistsError(
-            f"'{directory}' is neither a checkpoint, which is replaced, nor an empty directory. Choose another path."
+            "directory expects a new path, an empty directory or a checkpoint, which is replaced, but "
+            f"'{directory}' is something else. Choose another."
         )
     leftover = re.compile(rf"\.{re.escape(directory.name)}\.[0-9a-f]+\{_SAVING}")
     for path in directory.parent.iterdir() if directory.parent.is_dir() else ():
