@@ -187,4 +187,4 @@ def load_all(rank: int, world: int, oracles: Path, modes: tuple[str, ...]) -> No
 )
 def test_it_loads_in_every_mode_and_training_goes_on_as_if_never_interrupted(oracles, world, modes):
     assert set(modes) <= set(LOADING)
-    run_ranks(load_all, world, oracles, modes)
+    run_ranks(load_all, world, oracles, modes, timeout=300)  # 31 checkpoints

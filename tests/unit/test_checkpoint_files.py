@@ -396,6 +396,14 @@ def hostile() -> Iterator[tuple[str, bytes]]:
     yield "a key that is nested twice 200 times", b"\x80\x04})\x94" + doubled + b"Ns."
     yield "a key that is nested deeply", b"\x80\x04})" + b"\x85" * 3_000_000 + b"Ns."
     entry = good_metadata().state_dict_metadata["a"]
+    lists = b"".join(b"]\x94h" + bytes([number]) + b"ah" + bytes([number]) + b"a" for number in range(3, 200))
+    yield (
+        "a layout that is a list of lists",
+        b"\x80\x04\x8c\x13torch.serialization\x94\x8c\x0b_get_layout\x94\x93\x94]\x94" + (lists + b"\x85R."),
+    )
+    path = ("x",) * 10_000
+    many = {f"b{number}": path for number in range(100_000)}
+    yield "one long path for many keys", pickle.dumps(good_metadata(planner_data={**many, "a": ("a",)}))
     index = dcp_metadata.MetadataIndex("a.300000000", [0], 0)
     far = dcp_metadata.Metadata({"a.300000000": entry}, {"a.300000000": ("a", 300_000_000)}, {index: PLACE})
     yield "a far position", pickle.dumps(far)

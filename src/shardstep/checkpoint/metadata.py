@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 
 _LAYOUTS = ("strided", "sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "_mkldnn", "jagged")
 _MOST_DIMENSIONS = 64
+_MOST_ARGUMENTS = 100  # of a call: the parts of a path
 _MOST_CUT = 8  # dimensions in which the chunks of a tensor are cut
 _SPARE_POSITIONS = 10_000  # of a list that may be empty: they leave no entry
 
@@ -94,7 +95,10 @@ def _interpret(data: bytes) -> Any:
             items = stack[start:]
             del stack[start:]
             if code in _TUPLES:
-                stack.append(_tuple(items))
+                kinds = set(map(type, items))
+                if _Nested in kinds:
+                    raise MetadataError("tuples are nested too deeply")
+                stack.append(_Nested(items) if tuple in kinds else tuple(items))
             elif code == 0x62:  # BUILD
                 _fill(stack[-1], items[0])
             elif code in (0x61, 0x65) and type(stack[-1]) is list:  # APPEND, APPENDS
@@ -134,13 +138,6 @@ _TUPLES = {0x74: 0, 0x85: 1, 0x86: 2, 0x87: 3}
 _FILLING = {0x61: 1, 0x65: 0, 0x73: 2, 0x75: 0, 0x62: 1}
 
 
-def _tuple(items: list[Any]) -> tuple[Any, ...]:
-    kinds = set(map(type, items))
-    if _Nested in kinds:
-        raise MetadataError("tuples are nested too deeply")
-    return _Nested(items) if tuple in kinds else tuple(items)
-
-
 def _set_items(target: Any, items: list[Any]) -> None:
     if type(target) is not dict:
         raise MetadataError("it sets an item of what is no dict")
@@ -164,7 +161,7 @@ def _find(module: Any, name: Any) -> Any:
 
 
 def _make(kind: Any, arguments: Any, is_call: bool) -> Any:
-    if type(kind) is _Known and type(arguments) in (tuple, _Nested):
+    if type(kind) is _Known and type(arguments) in (tuple, _Nested) and len(arguments) <= _MOST_ARGUMENTS:
         if is_call and kind.call is not None:
             return kind.call(*arguments)
         if not is_call and kind.record is not None and not arguments:
@@ -174,8 +171,8 @@ def _make(kind: Any, arguments: Any, is_call: bool) -> Any:
 
 def _fill(record: Any, state: Any) -> None:
     """Give a record its fields, and nothing that this version of torch does not know."""
-    if type(record) is metadata.TensorProperties:
-        record.__setstate__(tuple(state)[:5])  # torch 2.15 adds strides
+    if type(record) is metadata.TensorProperties and type(state) in (tuple, _Nested):
+        record.__setstate__(tuple(state[:5]))  # torch 2.15 adds strides
     elif type(record) in _FIELDS:
         vars(record).update({name: state[name] for name in _FIELDS[type(record)] & state.keys()})
     else:
@@ -189,9 +186,13 @@ def _size(items: Any = ()) -> torch.Size:
 
 
 def _layout(name: Any) -> torch.layout:
-    if str(name).removeprefix("torch.") not in _LAYOUTS:
+    if type(name) is not str or name.removeprefix("torch.") not in _LAYOUTS:
         raise MetadataError("a layout is none")
-    return getattr(torch, str(name).removeprefix("torch."))
+    return getattr(torch, name.removeprefix("torch."))
+
+
+def _empty() -> dict[Any, Any]:
+    return {}  # an OrderedDict is filled after it was made
 
 
 def _path(*parts: Any) -> str:
@@ -222,7 +223,7 @@ _GLOBALS: dict[tuple[str, str], Any] = {
     ("torch", "Size"): _Known(call=_size),
     ("torch.serialization", "_get_layout"): _Known(call=_layout),
     (metadata.__name__, "_MEM_FORMAT_ENCODING"): _Known(call=metadata._MEM_FORMAT_ENCODING),
-    ("collections", "OrderedDict"): _Known(call=dict),
+    ("collections", "OrderedDict"): _Known(call=_empty),
 }
 
 
@@ -261,7 +262,7 @@ def _check_paths(entries: Mapping[str, Any], paths: Any) -> None:
             raise MetadataError(f"{key} has no place in the dict that was saved")
         if any(type(part) is int and not 0 <= part < most for part in path):
             raise MetadataError(f"{key} is at a position in a list that is longer than the checkpoint has entries")
-        if key in entries and ".".join(map(str, path)) != key:
+        if ".".join(map(str, path)) != key:
             raise MetadataError(f"{key} has another place in the dict that was saved")
     if not entries.keys() <= paths.keys():
         raise MetadataError("an entry has no place in the dict that was saved")
@@ -310,7 +311,8 @@ def _check_storage(storage: Mapping[Any, Any], needed: Mapping[Any, int]) -> Non
             raise MetadataError("an item has no key or no place")
         name, offset, length = info.relative_path, info.offset, info.length
         if type(name) is not str or not is_plain_name(name):
-            raise MetadataError(f"it speaks of a file outside the directory: {str(name)[:100]!r}")
+            text = repr(name[:100]) if type(name) is str else f"a {type(name).__name__}"
+            raise MetadataError(f"it speaks of a file outside the directory: {text}")
         if type(offset) is not int or type(length) is not int or offset < 0 or length < 0:
             raise MetadataError(f"{index.fqn} has no place in its file")
         if getattr(info, "transform_descriptors", None):
