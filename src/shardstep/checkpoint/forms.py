@@ -296,6 +296,8 @@ class OptimizerPlaces:
         self.groups = self._read_groups()
         self._check_options()
         self.called = self._called()
+        # Raises, before anything is read, if options that differ would have to become one group's.
+        named.options_by_name(self.groups, named.named_groups(optimizer.param_groups, self.called), strict)
         missing, unexpected = named.compare_names(self.groups, self.called.values())
         differences.missing.extend(missing)
         differences.unexpected.extend(unexpected)
