@@ -508,6 +508,8 @@ class ModelPlaces:
             elif not isinstance(value, Tensor):
                 self.form[there] = checkpoint.skeleton(MODEL, there)[MODEL][there]
             elif _size_of(saved[there]) == tuple(value.shape):
+                if any(stride == 0 and size > 1 for stride, size in zip(value.stride(), value.shape, strict=True)):
+                    raise RuntimeError(f"{name} cannot be loaded: its elements share memory. Give it its own (clone).")
                 self.form[there] = plain_tensor(value).detach()
             else:
                 differences.misshapen.append(

@@ -212,10 +212,12 @@ class Writer(dcp.FileSystemWriter):
         self,
         aside: Path,
         orders: dict[str, list[int]],
+        ranks: int,
         commit: Callable[[dict[str, FileSum], dict[str, Any]], None],
         progress: files.Progress | None = None,
     ) -> None:
         super().__init__(aside, single_file_per_rank=True, sync_files=True)
+        self._ranks = ranks
         self._checked = files.CheckedFileSystem(progress)
         self.fs: FileSystem = self._checked
         self._orders, self._commit = orders, commit
@@ -227,6 +229,11 @@ class Writer(dcp.FileSystemWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[Any]]) -> None:
+        if len(results) != self._ranks:  # DCP saves alone, without a word, when torch.distributed is not initialized
+            raise RuntimeError(
+                f"{CALL} needs the process group until the save is complete, but it was destroyed. Call handle.wait() "
+                "before destroy_process_group()."
+            )
         written: dict[str, FileSum] = {}
         orders: dict[str, Any] = {}
         unseen = []
@@ -280,7 +287,7 @@ class Save(NamedTuple):
         try:
             if self.staged is not None:
                 self.staged.wait()
-            writer = Writer(self.aside, dict(orders_in(self.form)), self._commit, self.progress)
+            writer = Writer(self.aside, dict(orders_in(self.form)), group.world_size, self._commit, self.progress)
             _dcp_save(self.form, writer, self.line.process_group)
         except CheckpointException as error:  # every rank hears of it, and nobody writes any more
             files.discard(self.aside)
