@@ -1660,12 +1660,13 @@ def beside_a_slow_save(t: Trial) -> None:
 
 def of_a_later_torch(t: Trial) -> None:
     """Which adds the strides to what it saves of a tensor."""
-    real, path = TensorProperties.__getstate__, t.folder / "later"
-    TensorProperties.__getstate__ = lambda self: (*real(self), (1,))
+    path, (get, put) = t.folder / "later", (TensorProperties.__getstate__, TensorProperties.__setstate__)
+    TensorProperties.__getstate__ = lambda self: (*get(self), (1,))
+    TensorProperties.__setstate__ = lambda self, state: put(self, state[:-1])  # between ranks
     try:
         checkpoint.save(path, t.ours.optimizer, t.ours.model)
     finally:
-        TensorProperties.__getstate__ = real
+        TensorProperties.__getstate__, TensorProperties.__setstate__ = get, put
     checkpoint.load(path, t.ours.optimizer, t.ours.model)
 
 
