@@ -1603,7 +1603,7 @@ def misspelt(t: Trial) -> Any:
 
 @operation
 def second_saver(t: Trial, via: str) -> None:
-    """``via``: how the rank that comes late calls the same directory."""
+    """The last one stays. ``via``: how the rank that comes late calls the same directory."""
     plain, path = SGD([weight()], lr=0.1), t.folder / "jobs" / "plain"
     if t.rank != ODD:
         (t.folder / "jobs").mkdir(parents=True, exist_ok=True)
@@ -1612,22 +1612,11 @@ def second_saver(t: Trial, via: str) -> None:
         checkpoint.save(path, plain)
     dist.barrier(t.ranks)
     if t.rank == ODD:
+        plain.param_groups[0]["lr"] = 7.0
         checkpoint.save(t.folder / via / "plain", plain)
-
-
-@operation
-def savers_at_once(t: Trial, via: str) -> None:
-    """Two ranks save something of their own under one name, perhaps through a link: not both can."""
-    plain = SGD([weight()], lr=0.1)
-    if t.rank == 0:
-        (t.folder / "both").mkdir(parents=True, exist_ok=True)
-        (t.folder / "linked").symlink_to(t.folder / "both")
     dist.barrier(t.ranks)
-    found = outcome(lambda: checkpoint.save(t.folder / mine(t, Odd(via, "both")) / "plain", plain))
-    both: list[Any] = [None] * t.config.ranks
-    dist.all_gather_object(both, found[1], group=t.ranks)
-    if any(both):
-        raise RuntimeError(next(filter(None, both)))
+    checkpoint.load(path, found := SGD([weight()], lr=0.1))
+    assert found.param_groups[0]["lr"] == 7.0, found.param_groups
 
 
 def beside_a_slow_save(t: Trial) -> None:
@@ -1737,16 +1726,14 @@ CHECKPOINTS += [
     Row("a checkpoint of a later torch", of_a_later_torch, None, ""),
     Row("a step beside a slow save", beside_a_slow_save, None, ""),
     Row("load_model where there is none", lambda t: checkpoint.load_model(saved(t, model=False), net()), ValueError,
-        "expects a checkpoint with a model|has none. Save with model="),
+        "was saved without a model|Save with model="),
     Row("load_sharded_state_dict of more", lambda t: t.ours.optimizer.load_sharded_state_dict(
         (other := another(t, more=weight(3)))[0].sharded_state_dict(other[1]), t.ours.model), ValueError,
         "expects the names of this optimizer|more", after=TRAINS),
     Row("load_sharded_state_dict that is misspelt on one rank", lambda t: t.ours.optimizer.load_sharded_state_dict(
         misspelt(t), t.ours.model), told(ValueError), "misspelt", after=TRAINS),
-    *(Row(f"a second rank saves a plain optimizer, by {via}", second_saver(via), Odd(RuntimeError, None),
-          "of this run has saved|and this is rank", changes=25) for via in ("jobs", "link", "jobs/../jobs")),
-    Row("two ranks save plain optimizers at once, by a link", savers_at_once("linked"), RuntimeError, "of this run",
-        changes=25),
+    *(Row(f"a second rank saves a plain optimizer, by {via}", second_saver(via), None, "")
+      for via in ("jobs", "link", "jobs/../jobs")),
 ]  # fmt: skip
 CHECKPOINTS = [replace(row, config=PAIR) for row in CHECKPOINTS]
 
