@@ -46,7 +46,7 @@ def test_the_package_is_imported_from_where_it_was_installed(environment: Enviro
     told = json.loads(environment.run("python", "-c", TELL, cwd=tmp_path))
     assert Path(told["place"]).is_relative_to(environment.bin.parent)
     assert told["version"] == told["metadata"] == shardstep.__version__
-    assert told["requires"] == ["torch>=2.6"]
+    assert told["requires"] == ["numpy", "torch>=2.6"]
     assert told["typed"] is True
     assert told["names"] == []
 
