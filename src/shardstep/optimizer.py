@@ -245,6 +245,11 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
 
             They change the parameters that the rank owns, so a gather follows: collective, call on every rank.
             """
+            if name == "count_lost_updates":  # until 0.4
+                raise AttributeError(
+                    "count_lost_updates is gone: copy the parameters before step(), and compare afterwards. "
+                    'docs/precision.md has the lines, under "Updates that are lost".'
+                )
             if name not in ("train", "eval") or not callable(getattr(self.__dict__.get("optim"), name, None)):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
@@ -371,13 +376,6 @@ class ZeroRedundancyOptimizer(ShardedOptimizer, UnevenInputs):
         kept, scratch = sharded.masters.memory(), sharded.masters.scratch()
         params, state = sharded.params.values(), self.optim.state
         return view.measure(params, state, source.tensors(), kept, scratch, source.buffers())
-
-    def count_lost_updates(self) -> NoReturn:
-        """Gone in 0.3: compare the parameters before and after a step."""
-        raise RuntimeError(
-            "count_lost_updates is gone: copy the parameters before step(), and compare afterwards. docs/precision.md "
-            'has the lines, under "Updates that are lost".'
-        )
 
 
 _ARGUMENTS = [name for name in inspect.signature(ZeroRedundancyOptimizer).parameters if name != "defaults"]
